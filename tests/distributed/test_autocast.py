@@ -4,7 +4,6 @@ Inside a unit's call autocast keeps no casts (Note [A cast belongs to one call] 
 a plain model uses a weight several times, it has the same bits with `cache_enabled=False`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero import GradScaler, ZeRO3
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import assert_trains_alike, zero3
-from tests.harness.models import WIDTH, Block, Mlp, loss_of
+from tests.harness.models import Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import OPTIMIZERS, full_parameters, mlp_batches, seeded
-
-Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 def autocast(model: nn.Module, **options: Any) -> torch.autocast:
@@ -35,13 +32,6 @@ def no_grad_pass_first(model: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
             target = model(x.flip(0))
         loss = loss_of(model(x) - target)
-    loss.backward()
-    return loss.detach()
-
-
-def two_forwards_one_backward(model: nn.Module, x: Tensor) -> Tensor:
-    with autocast(model):
-        loss = loss_of(model(x)) + loss_of(model(x.flip(0))) + loss_of(model(x * 0.5))
     loss.backward()
     return loss.detach()
 
@@ -87,60 +77,14 @@ def with_gradients_in_the_forward(model: nn.Module, x: Tensor) -> Tensor:
 
 @on_ranks(2)
 def test_autocasts_inside_each_other_are_bitwise_plain_torch() -> None:
-    for run in (with_a_part_in_float32, with_another_dtype, with_gradients_in_the_forward):
+    for run in (
+        no_grad_pass_first,
+        with_a_part_in_float32,
+        with_another_dtype,
+        with_gradients_in_the_forward,
+    ):
         with named(run.__name__):
             assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), mlp_batches(), run=run)
-
-
-class Inside(nn.Module):
-    """Enters autocast by itself, around parts of its forward; some of it runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.block = Block()
-        self.last = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                shift = self.block(x)
-            x = self.stem(self.block(self.stem(x) + shift)).float()
-        with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            return self.last(x) + self.stem(x)
-
-
-class Decorated(nn.Module):
-    """Its autocast is older than the call, and has a cache if it is to."""
-
-    def __init__(self, has_cache: bool = True) -> None:
-        super().__init__()
-        self.block = Block()
-        self.autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=has_cache)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.autocast:
-            return self.block(x)
-
-
-def enabled_inside_disabled(model: nn.Module, x: Tensor) -> Tensor:
-    """No cast is in use around the model, and still none is dropped before the end."""
-    with autocast(model), autocast(model, enabled=False):
-        return no_grad_pass_first(model, x) + pairs(model, x)
-
-
-@on_ranks(2)
-def test_modules_that_enter_autocast_themselves_are_bitwise_plain_torch() -> None:
-    for run in (no_grad_pass_first, pairs):
-        with named(f"Decorated, {run.__name__}"):
-            reference = seeded(lambda: Decorated(has_cache=False))
-            assert_trains_alike(zero3(Decorated, Decorated), reference, mlp_batches(), run=run)
-    for run in (two_forwards_one_backward, enabled_inside_disabled):
-        with named(f"Inside, {run.__name__}"):
-            # Float32 sums over micro-batches, here after those over ranks.
-            regrouped = run is enabled_inside_disabled
-            model, reference = zero3(Inside, Block), seeded(Inside)
-            assert_trains_alike(model, reference, mlp_batches(), run=run, regrouped=regrouped)
 
 
 def _train(model: nn.Module, scaler: torch.amp.GradScaler) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """save and load: any world size to any other, partly, in the background, with all a run needs."""
 
+import copy
 import functools
 import gc
 import json
@@ -27,6 +28,9 @@ from layerzero.checkpoint import (
     load,
     save,
     saving,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    stream_full,
     transfer,
 )
 from layerzero.flat import host_memory as host
@@ -49,18 +53,29 @@ from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 
 MODELS = [
-    *("mlp", "transformer", "tied_in_unit", "tied_across_units", "shared_module"),
-    *("repeated_module", "frozen_parts", "odd_shapes", "mixed_dtypes", "no_parameters"),
+    *("mlp", "repeated_module", "tied_in_unit", "tied_across_units", "shared_module"),
+    *("transformer", "frozen_parts", "odd_shapes", "mixed_dtypes", "no_parameters"),
 ]
 Values = dict[str, Any]
 
 
 FLAT = theirs.StateDictOptions(flatten_optimizer_state_dict=True)
+FULL = theirs.StateDictOptions(full_state_dict=True)
+
+
+def _in_parts(module: nn.Module, auto_wrap_policy: set[type[nn.Module]]) -> nn.Module:
+    """Its units are wrapped each by itself; what is around them is whole on every rank."""
+    for around in [*module.modules()]:
+        for name, child in around.named_children():
+            if type(child) in auto_wrap_policy:
+                setattr(around, name, ZeRO3(child))
+    return module
 
 
 def _make(number: int, seed: int, shift: int = 0) -> tuple[ZeRO3, torch.optim.Optimizer]:
     """A toy model, sharded in one of several ways, with optimizer state."""
-    options: list[Values] = [{}, {"auto_wrap_policy": None}, {"zero3_size": 1}]
+    options: list[Values] = [{"wrap": _in_parts}, {"layout": "rows"}, {"layout": "rows(2)"}]
+    options += [{}, {"auto_wrap_policy": None}, {"zero3_size": 1}]
     if dist.get_world_size() == 4:
         options += [{"zero3_size": 2}, {"zero3_size": 2, "outer": "replicate"}]
         options += [{"zero3_size": 2, "outer": "shard"}]
@@ -77,7 +92,8 @@ def _kind(number: int) -> str:
 
 def _step(model: ZeRO3, optimizer: torch.optim.Optimizer) -> None:
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
-        parameter.grad = torch.randn_like(parameter)
+        draw = torch.randn_like if hasattr(parameter, "layerzero") else torch.ones_like
+        parameter.grad = draw(parameter)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -92,8 +108,54 @@ def _save_all(root: str) -> list[Whole]:
         flat = theirs.get_optimizer_state_dict(model, optimizer, options=FLAT)
         saved[name] = [weights, state, optimizer.state_dict(), flat]
         written.append(everything(model, optimizer))
+        _check_full_states(number, model, optimizer, written[-1])
     dcp.async_save(saved, checkpoint_id=f"{root}/dcp").result()
     return written
+
+
+_WAYS = (3, 2, 1, 0, 1, 2, 3, 0, 2, 1)
+"""By the number of a model. What torch sends from the first rank has each module under one name."""
+
+
+def _check_full_states(
+    number: int, model: ZeRO3, optimizer: torch.optim.Optimizer, expected: Whole
+) -> None:
+    """Streamed, and by torch's functions: into a plain model; from the first rank, or from every
+    rank, into a sharded one, for which some models also go by our functions."""
+    name = MODELS[number]
+    streamed = {name: value.clone() for name, value in stream_full(model, 200)}
+    assert_same_parameters(streamed, {name: expected.model[name] for name in streamed})
+    on_host = theirs.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    from_first = theirs.get_state_dict(model, optimizer, options=on_host)
+    from_all = theirs.get_state_dict(model, optimizer, options=FULL)
+    if dist.get_rank() > 0:
+        assert from_first == ({}, {})
+    else:
+        assert_same(from_first, expected, name)
+        plain, twin = build(
+            CASES[name].build, 97, _kind(number), in_groups=True, wrap=lambda module, **_: module
+        )
+        _set_by_torch(plain, twin, from_first, FULL)
+        assert_same(theirs.get_state_dict(plain, twin), expected, f"{name}, unsharded")
+    other, its_optimizer = _make(number, seed=98)
+    way = _WAYS[number]
+    if way == 3:
+        state = get_optimizer_state_dict(model, optimizer, full=True, rank0_only=True)
+        set_model_state_dict(other, from_first[0], broadcast_from_rank0=True)
+        set_optimizer_state_dict(other, its_optimizer, state, broadcast_from_rank0=True)
+    else:
+        sent = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        how = (sent, FULL, theirs.StateDictOptions())[way]
+        _set_by_torch(other, its_optimizer, from_all if way else from_first, how)
+    assert_same(everything(other, its_optimizer), expected, f"{name}, {way}")
+
+
+def _set_by_torch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Any, how: theirs.StateDictOptions
+) -> None:
+    weights, state = copy.deepcopy(given)
+    theirs.set_model_state_dict(model, weights, options=how)
+    theirs.set_optimizer_state_dict(model, optimizer, state, options=how)
 
 
 def _load_all(root: str, expected: list[Whole]) -> None:

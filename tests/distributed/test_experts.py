@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from layerzero import ParallelManager, ShardingPlan, ZeRO3, global_norm, shard_with_plan
-from tests.harness.checks import assert_close_in_float64, named
+from tests.harness.checks import assert_close_in_float64
 from tests.harness.compare import assert_follows
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks
@@ -192,34 +192,6 @@ def train(
     values = nn.utils.get_total_norm(list(reference.parameters()))
     assert_close_in_float64(global_norm(model.parameters()), values, "norm of values")
     return optimizer
-
-
-SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep 2": (2, {}),
-    "ep 4, experts not sharded": (4, {}),
-    "ep 1": (1, {}),
-    "layered": (2, {"zero3_size": 2, "deterministic": True}),
-    "replicated outside, kept": (
-        2,
-        {"zero3_size": 2, "outer": "replicate", "reshard_after_forward": False},
-    ),
-    "all replicated outside": (
-        2,
-        {"zero3_size": 2, "outer": "replicate", "replicates_experts": True},
-    ),
-}
-
-
-@on_ranks(4, in_float64=True)
-def test_experts_train_as_the_whole_model() -> None:
-    stacked = ["ep 2", "ep 4, experts not sharded"]
-    for kind, name in [
-        *((NamedExperts, name) for name in SETTINGS),
-        *((StackedExperts, name) for name in stacked),
-    ]:
-        ep, options = SETTINGS[name]
-        with named(kind.__name__, name):
-            train(wrapped(ep, kind, **options), seeded(lambda kind=kind: Model(kind)), 2, clip=0.01)
 
 
 class HalfFrozen(NamedExperts):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks import bench_gpu_step as bench
 from benchmarks.gpu_expected import EXPECTED
-from benchmarks.gpu_trace import check_step, collectives_of, hidden_part, load, main, read_steps
+from benchmarks.gpu_trace import check_step, collectives_of, load, main, read_steps
 from tests.gpu.link import Link
 from tests.harness.ranks import on_ranks, run_ranks
 
@@ -101,13 +101,6 @@ def test_engines_are_compared_on_the_same_link() -> None:
 )
 def test_bytes_take_the_time_of_the_slower_link(ranks, own: int, ms: float) -> None:
     assert Link().seconds(240 * MB, ranks, own) * 1e3 == pytest.approx(ms)
-
-
-def test_rates_of_a_link_can_be_set() -> None:
-    assert Link.parse("") == Link() and Link.parse("none") is None
-    slower = Link.parse("150,20,24")
-    assert slower == Link(node_gb_s=150, network_gb_s=20, num_blocks=24)
-    assert slower.seconds(150 * MB, range(8), 0) * 1e3 == pytest.approx(7 / 8)
 
 
 COMPUTE, PRE, UNSHARD, REDUCE = 7, 13, 17, 21
@@ -325,19 +318,6 @@ def test_a_gap_in_the_middle_of_a_unit_is_not_of_the_engine() -> None:
     trace.work(MATMUL, COMPUTE, 300, 400)
     (step,) = read_steps(trace.ended())
     assert "gaps" not in {failure.check for failure in check_step(step)}
-
-
-def test_the_hidden_part_counts_each_moment_once() -> None:
-    (step,) = read_steps(good_step())
-    gathers = [work for work in step.works if work.is_gather][:1]
-    kernels = [work for work in step.works if work.name == MATMUL][:1]
-    assert hidden_part(gathers, kernels * 3) == 1.0
-    assert hidden_part(gathers, []) == 0.0
-
-
-def test_a_trace_without_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="no range named bench_step"):
-        read_steps([])
 
 
 def test_it_reads_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

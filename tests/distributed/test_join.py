@@ -180,23 +180,7 @@ def test_every_distribution_of_batches_trains_as_one_process() -> None:
             _train(_counts(*counts), clips, active=counts[0] % 2 == 1)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"accumulation": "sharded"},
-    {"accumulation": "unsharded", "reshard_after_forward": False},
-    {"deterministic": True, "limit_all_gathers": 1},
-    {"backward_prefetch": layerzero.BackwardPrefetch.BACKWARD_POST, "forward_prefetch": 2},
-    {"reduction": layerzero.ReductionPolicy(in_flight="1MB")},
-    {"offload": layerzero.OffloadPolicy(params=True, grads=True)},
-]
-LAYERED: list[dict[str, Any]] = [
-    {"zero3_size": 2, "outer": outer, "accumulation": accumulation}
-    for outer in ("zero1", "replicate", "shard")
-    for accumulation in ("sharded", "unsharded")
-]
-
-
-def _random_plan(seed: int, settings: list[dict[str, Any]]) -> None:
+def _random_plan(seed: int, **settings: Any) -> None:
     rng = random.Random(seed)
     plan = tuple(
         tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
@@ -204,18 +188,7 @@ def _random_plan(seed: int, settings: list[dict[str, Any]]) -> None:
     )
     plan = plan if any(plan) else ((1,), *plan[1:])
     clips, active = rng.choice([None, 0.05]), rng.random() < 0.5
-    _train(plan, clips, active, **settings[seed % len(settings)])
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [(2, SETTINGS), pytest.param(4, LAYERED, marks=pytest.mark.slow)],
-    ids=["2", "4"],
-)
-def test_random_numbers_of_micro_batches_train_like_one_process(
-    world_size: int, settings: list[dict[str, Any]], on_each_seed: Any
-) -> None:
-    on_each_seed(world_size, _random_plan, range(len(settings)), settings)
+    _train(plan, clips, active, **settings)
 
 
 @on_ranks(2)
@@ -223,7 +196,7 @@ def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
     group = make_plain_group(TIMEOUT)
     for seed in range(2):
         with simulated_device(on_current_stream=seed == 1) as device:
-            _random_plan(seed, [{"process_group": group}])
+            _random_plan(seed, process_group=group)
             assert device.findings == [], f"seed {seed}"
 
 

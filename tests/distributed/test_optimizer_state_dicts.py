@@ -16,54 +16,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from layerzero import ZeRO3, checkpoint
 from layerzero.checkpoint import CheckpointError, ParameterShard
 from tests.harness.checks import assert_bitwise
-from tests.harness.models import WIDTH, Block, Mlp, OddShapes, TiedAcrossUnits, loss_of
+from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.saved_models import OPTIMIZERS, assert_same, build, everything, train
 
 FULL = theirs.StateDictOptions(full_state_dict=True)
-
-
-@on_ranks(2)
-def test_full_state_dicts_of_torch_are_whole_and_load_from_one_rank_or_all() -> None:
-    for make, kind, options in (
-        (Mlp, "momentum", {"zero3_size": 1}),
-        (TiedAcrossUnits, "adamw", {"zero3_size": 1, "outer": "replicate"}),
-        (OddShapes, "amsgrad", {}),  # more ranks than elements: shards are empty somewhere
-    ):
-        what = f"{make.__name__} {kind}"
-        model, optimizer = build(make, 0, kind, in_groups=True, **options)
-        train(model, optimizer)
-        expected = everything(model, optimizer)
-        first = theirs.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights, state = theirs.get_state_dict(model, optimizer, options=first)
-        if dist.get_rank() == 0:
-            assert_same((weights, state), expected, what)
-        else:
-            assert not weights and not state
-        # An unsharded model and optimizer take what came out.
-        if dist.get_rank() == 0:
-            plain = make()
-            matrices = [p for p in plain.parameters() if p.ndim >= 2]
-            vectors = [p for p in plain.parameters() if p.ndim < 2]
-            twin = OPTIMIZERS[kind]([{"params": matrices}, {"params": vectors}])
-            own_weights, own_state = copy.deepcopy((weights, state))
-            theirs.set_model_state_dict(plain, own_weights, options=FULL)
-            theirs.set_optimizer_state_dict(plain, twin, own_state, options=FULL)
-            assert_same(theirs.get_state_dict(plain, twin), expected, f"{what}, unsharded")
-        # From the first rank to all; from every rank's full tensors; without saying so.
-        all_weights, all_state = theirs.get_state_dict(model, optimizer, options=FULL)
-        assert all(type(value) is Tensor for value in all_weights.values()), what
-        sent = theirs.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        for given, how in (
-            ((weights, state), sent),
-            ((all_weights, all_state), FULL),
-            ((all_weights, all_state), theirs.StateDictOptions()),
-        ):
-            other, other_optimizer = build(make, 1, kind, in_groups=True)
-            own_weights, own_state = copy.deepcopy(given)
-            theirs.set_model_state_dict(other, own_weights, options=how)
-            theirs.set_optimizer_state_dict(other, other_optimizer, own_state, options=how)
-            assert_same(everything(other, other_optimizer), expected, f"{what} {how}")
 
 
 @on_ranks(2)

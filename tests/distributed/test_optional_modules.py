@@ -3,7 +3,6 @@ checkpoints."""
 
 import functools
 import itertools
-import random
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -47,15 +46,14 @@ REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
 NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
 
 
-def three_regions(by_block: bool = True) -> Model:
-    """A text block and three optional regions; all of them are units, perhaps with the regions'
+def three_regions() -> Model:
+    """A text block and three optional regions; all of these are units, and the regions'
     blocks."""
     torch.manual_seed(0)
     slots = [Slot("0", [Region(1, norm=True)]), Slot("1", [Region(2)])]
     module = Backbone(slots, [TextBlock(Slot("inside 0", [Region(1, norm=True)]))])
     units = {"text.0", "slots.0.regions.0", "text.0.slot.regions.0"}
-    blocks = {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
-    units |= blocks if by_block else {REGIONS[2]}
+    units |= {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
     return Model(module, units, list(REGIONS))
 
 
@@ -69,26 +67,6 @@ class Draw:
         places = [place for place, enter in zip(PLACES, enters, strict=True) if enter]
         rows = torch.randn(2, WIDTH, generator=self._generator)
         return Sample(rows, enters=frozenset(places))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "mean"), [(2, "all"), (3, "participants")])
-@on_ranks(timeout=300)
-def test_every_pattern_of_three_regions_is_one_process_to_the_bit(
-    world_size: int, mean: str, in_full: bool
-) -> None:
-    """On three ranks those in which all enter different regions, each in one order of the ranks;
-    `make soak`: all 512."""
-    of_one = list(itertools.product([False, True], repeat=3))
-    patterns = list(itertools.product(of_one, repeat=world_size))
-    random.Random(0).shuffle(patterns)
-    if world_size > 2 and not in_full:
-        patterns = list({frozenset(each): each for each in patterns if len({*each}) == 3}.values())
-    model, draw = three_regions(by_block=world_size == 2), Draw()
-    run = Run(model, torch.float32, optional_mean=mean, timeout=TIMEOUT)
-    for pattern in patterns:
-        with named(pattern):
-            run.step(SIMPLE, [[draw(enters) for enters in pattern]], exact=True)
 
 
 def test_nothing_is_learned_from_a_pass_that_fails_after_its_forward() -> None:

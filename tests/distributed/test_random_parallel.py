@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from layerzero import OffloadPolicy, ParallelManager, ZeRO3, checkpoint
+from layerzero import OffloadPolicy, ParallelManager, ReductionPolicy, ZeRO3, checkpoint
+from layerzero.optim import WholeTensorOptimizer
 from tests.distributed.test_expert_names import LocalExperts
 from tests.distributed.test_experts import (
     EXPERTS,
@@ -34,6 +35,7 @@ from tests.harness.compare import assert_same_where_present
 from tests.harness.decoder import VOCAB, Attention, Decoder, DecoderLayer, GatedMlp
 from tests.harness.random_programs import folder_of_ranks, settings_of_passes
 from tests.harness.reference import full_gradients, full_parameters
+from tests.harness.whole_optimizers import Shampoo
 
 HEAD, LENGTH, STEPS = 2, 8, 4  # A length that 2 x 2 ranks can split.
 Rng = random.Random
@@ -69,7 +71,7 @@ class Run:
         torch.manual_seed(seed)
         self._twin = self._unsharded(seed).double()
         self._generator = torch.Generator().manual_seed(seed)
-        self._is_sgd = self.rng.random() < 0.5
+        self._kind = Rng(~seed).choice(["sgd", "adamw", "whole"])
         self._build()
         self._twin_optimizer = self._optimizer(self._twin)
 
@@ -102,7 +104,10 @@ class Run:
         self._own_optimizer = self._optimizer(self._model)
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self._is_sgd:
+        if self._kind == "whole":
+            make = WholeTensorOptimizer if model is self._model else lambda given, kind: kind(given)
+            return make(model.parameters(), Shampoo)
+        if self._kind == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         return torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -225,6 +230,7 @@ class RunOfExperts(Run):
         mesh, kind = expert_mesh(ep), self._twin.kind
         settings = settings_of_passes(rng, self._twin, world) | {"timeout": timedelta(seconds=25)}
         settings["offload"] = rng.choice([None, OffloadPolicy(params=True, grads=True)])
+        settings["reduction"] = rng.choice([None, ReductionPolicy(separate_groups=True)])
         same, blocks = mesh["edp"], rng.random() < 0.5
         if zero3_size not in (None, world):
             settings["outer"] = rng.choice(["zero1", "replicate", "shard"])
@@ -266,7 +272,7 @@ def _train(seed: int, kind: type[Run]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Run, RunOfExperts])
-@pytest.mark.parametrize(("world_size", "seeds"), [(2, range(2)), (4, range(100, 101))])
+@pytest.mark.parametrize(("world_size", "seeds"), [(2, range(3)), (4, range(256, 259))])
 def test_random_models_on_random_meshes_train_like_one_process(
     world_size: int, seeds: range, kind: type[Run], on_each_seed: Any
 ) -> None:

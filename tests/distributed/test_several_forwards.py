@@ -60,37 +60,6 @@ def test_micro_batches_of_a_pipeline_give_the_summed_gradient() -> None:
             assert_trains_alike(model, reference, batches, regrouped=True, **how)
 
 
-class _ActorCritic(nn.Module):
-    """Two heads on one trunk; the program calls the parts, never the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(Block(), Block())
-        self.actor, self.critic = nn.Linear(WIDTH, 3), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("called by parts")
-
-
-def _together(model: nn.Module, x: Tensor) -> Tensor:
-    return loss_of(model.actor(model.trunk(x))) + loss_of(model.critic(model.trunk(x)))
-
-
-def _in_turn_over_one_trunk(model: nn.Module, x: Tensor) -> Tensor:
-    losses = []
-    for head in (model.actor, model.critic):
-        losses.append(loss_of(head(model.trunk(x))))
-        losses[-1].backward()
-    return torch.stack(losses).detach().sum()
-
-
-@on_ranks(2)
-def test_an_actor_and_a_critic_share_a_trunk_in_one_model() -> None:
-    trained_alike(_ActorCritic, Block, nn.Linear, run=backward_of(_together))
-    # In turn, each backward reduces: sums over ranks come before those over backwards.
-    trained_alike(_ActorCritic, Block, nn.Linear, run=_in_turn_over_one_trunk, regrouped=True)
-
-
 class _Moco(nn.Module):
     """Its forward writes the weights of a second encoder, from those of the first alone: the one
     process beside runs it for the batch of each rank."""

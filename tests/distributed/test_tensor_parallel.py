@@ -1,11 +1,9 @@
 """Tensor parallelism by torch's `parallelize_module`, sharded by ZeRO3: trains as one process."""
 
-import functools
 import itertools
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -130,34 +128,8 @@ def follows(
     assert_follows(model, plain, each, mesh["dp"].get_local_rank(), run, what=what)
 
 
-def _micro_batches(model: nn.Module, batch: Tensor) -> Tensor:
-    """Each sequence a micro-batch of its own; gradients are synchronized with the last."""
-    first, last = batch.split(1)
-    with model.no_sync() if isinstance(model, ZeRO3) else nullcontext():
-        forward_backward(model, first)
-    return forward_backward(model, last)
-
-
 def deep() -> Llama:
     return Llama(2)
-
-
-@on_ranks(4, in_float64=True)
-def test_training_follows_one_process() -> None:
-    mesh = grid(2)
-    layered: dict[str, Any] = {"zero3_size": 1, "accumulation": "sharded"}
-    copies = layered | {"outer": "replicate", "accumulation": "unsharded"}
-    recomputing = functools.partial(Llama, recomputes=True)
-    alone = {"auto_wrap_policy": None, "reshard_after_forward": False, "deterministic": True}
-    for what, run, build, in_sequence, options in (
-        ("in sequence", forward_backward, deep, True, {}),
-        ("plain norms", forward_backward, deep, False, {}),
-        ("zero1", _micro_batches, Llama, True, layered),
-        ("replicate", _micro_batches, Llama, True, copies),
-        ("one unit, resident, recomputed", forward_backward, recomputing, True, alone),
-    ):
-        model = wrapped(mesh, in_sequence, build, **options)
-        follows(model, seeded(build), mesh, what, run=run)
 
 
 def _with_gradients(mesh: DeviceMesh, in_sequence: bool = True) -> tuple[ZeRO3, Llama]:

@@ -1,6 +1,6 @@
 """Reductions on process groups of their own, and several in flight, within the bound of memory.
 
-Random models train with them, and test_streams.py looks at their accesses.
+Random models train with them, experts among these, and test_streams.py looks at their accesses.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,12 @@ from torch import nn
 from layerzero import MixedPrecision, ReductionPolicy, ZeRO3
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.unit import Unit
-from tests.distributed import test_experts
 from tests.harness.fake_ranks import as_fake_ranks
 from tests.harness.internals import root_state
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import observed, waiting_nbytes
-from tests.harness.reference import forward_backward, seeded
+from tests.harness.reference import seeded
 from tests.harness.simulated_device import simulated_device
 from tests.harness.stream_uses import train, wrapped
 
@@ -32,25 +31,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "shard": {"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"},
     "whole parameters": {"zero3_size": 1, "outer": "replicate"},
 }
-
-
-def _experts_trained(name: str, lanes: dict[str, Any]) -> list[torch.Tensor]:
-    ep, options = test_experts.SETTINGS[name]
-    model = test_experts.wrapped(ep, reduction=ReductionPolicy(**lanes), **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch in test_experts.batches(2):
-        forward_backward(model, batch[dist.get_rank()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def _experts() -> None:
-    """Experts are reduced over some of the ranks, on groups that only these make."""
-    for name in ("ep 2", "layered", "all replicated outside"):
-        both = {"separate_groups": True, "in_flight": "1GB"}
-        expected, found = (_experts_trained(name, lanes) for lanes in ({}, both))
-        assert all(map(torch.equal, found, expected)), name
 
 
 def _groups_used(layers: dict[str, Any], separate: bool) -> dict[str, set[dist.ProcessGroup]]:
@@ -78,7 +58,8 @@ def _groups_used(layers: dict[str, Any], separate: bool) -> dict[str, set[dist.P
     return used
 
 
-def _separation() -> None:
+@on_ranks(4, timeout=180)
+def test_reductions_have_groups_of_their_own_over_the_same_ranks() -> None:
     for name, layers in LAYERS.items():
         shared, apart = (_groups_used(layers, separate) for separate in (False, True))
         assert not apart["gathers"] & apart["reductions"], name
@@ -90,12 +71,6 @@ def _separation() -> None:
             for used in (shared, apart)
         ]
         assert ranks[0] == ranks[1], name
-
-
-@on_ranks(4, timeout=180)
-def test_layers_and_experts_have_groups_of_their_own_and_the_same_bits() -> None:
-    _experts()
-    _separation()
 
 
 def _groups_are_kept() -> None:

@@ -1,23 +1,19 @@
 """Units with arguments of their own, given by `auto_wrap_policy`; hook modules."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as theirs
 
 from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint
-from tests.harness.checks import assert_bitwise, assert_same_parameters, warns_on_first_rank
+from tests.harness.checks import assert_bitwise, warns_on_first_rank
 from tests.harness.compare import zero3
 from tests.harness.internals import inner_units
-from tests.harness.models import WIDTH, Block, Mlp, loss_of
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.ranks import on_ranks
 from tests.harness.reference import mlp_batches, seeded, train_rank
-from tests.harness.saved_models import Whole, assert_same, everything
 
 
 def policy(**own: dict[str, Any]):
@@ -78,74 +74,6 @@ def test_what_units_share_and_bad_values_are_refused() -> None:
     with warns_on_first_rank("has no effect: the model is on the CPU"):
         own = {"offload": OffloadPolicy(params=True)}
         ZeRO3(Mlp(), auto_wrap_policy=policy(block1=own))
-
-
-def _parts(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp())
-
-
-def _build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = _parts(seed)
-    model[0] = ZeRO3(model[0])
-    model[3] = ZeRO3(model[3], auto_wrap_policy={Block})
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(2):
-        # The same on all ranks: nobody reduces what is not wrapped.
-        batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss_of(model(batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _write(folder: str) -> Whole:
-    model, optimizer = _build(0)
-    _train(model, optimizer)
-    plain = _parts(0)
-    _train(plain, torch.optim.AdamW(plain.parameters(), lr=0.05))
-    whole = everything(model, optimizer)
-    assert_same_parameters(whole.model, plain.state_dict())
-    assert whole.optimizer["state"].keys() == dict(plain.named_parameters()).keys()
-    streamed = {name: value.clone() for name, value in checkpoint.stream_full(model, 200)}
-    for name, value in streamed.items():
-        assert_bitwise(value, whole.model[name], name)
-    options = theirs.StateDictOptions(full_state_dict=True)
-    found = theirs.get_state_dict(model, optimizer, options=options)
-    assert_same(found, whole, "torch's full_state_dict")
-
-    other, other_optimizer = _build(1)
-    first = dist.get_rank() == 0
-    given = whole.model if first else {}
-    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True, rank0_only=True)
-    assert bool(state) == first
-    checkpoint.set_model_state_dict(other, given, broadcast_from_rank0=True)
-    checkpoint.set_optimizer_state_dict(other, other_optimizer, state, broadcast_from_rank0=True)
-    assert_same(everything(other, other_optimizer), whole, "broadcast")
-    checkpoint.save(f"{folder}/ours", model, optimizer)
-    weights, state = theirs.get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/theirs")
-    return whole
-
-
-def _read(folder: str, expected: Whole) -> None:
-    model, optimizer = _build(2)
-    checkpoint.load(f"{folder}/ours", model, optimizer)
-    assert_same(everything(model, optimizer), expected, "load")
-    model, optimizer = _build(3)
-    weights, state = theirs.get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/theirs")
-    theirs.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    assert_same(everything(model, optimizer), expected, "torch.distributed.checkpoint")
-
-
-def test_parts_that_are_wrapped_by_themselves_make_one_checkpoint(
-    ranks: KeptRanks, tmp_path: Path
-) -> None:
-    expected = ranks(2, _write, str(tmp_path))[0]
-    ranks(3, _read, str(tmp_path), expected)
 
 
 def _names(model: nn.Module) -> set[str]:

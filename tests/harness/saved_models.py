@@ -34,15 +34,17 @@ def build(
     kind: str = "adamw",
     *,
     in_groups: bool = False,
+    wrap: Callable[..., Any] = ZeRO3,
     **options: Any,
 ) -> tuple[ZeRO3, torch.optim.Optimizer]:
     """A wrapped model, with an optimizer; `in_groups`: vectors have a group and options apart."""
     torch.manual_seed(seed)
-    model = ZeRO3(make(), **{"auto_wrap_policy": {Block}, **options})
+    model = wrap(make(), **{"auto_wrap_policy": {Block}, **options})
     if not in_groups:
         return model, OPTIMIZERS[kind](model.parameters())
-    vectors = [p for p in model.parameters() if len(p.layerzero.shape) < 2]
-    others = [p for p in model.parameters() if len(p.layerzero.shape) >= 2]
+    shapes = {p: getattr(p, "layerzero", p).shape for p in model.parameters()}
+    vectors = [p for p, shape in shapes.items() if len(shape) < 2]
+    others = [p for p, shape in shapes.items() if len(shape) >= 2]
     apart = {"params": vectors, "weight_decay": 0.0, "lr": 0.02}
     groups = [group for group in ({"params": others}, apart) if group["params"]]
     return model, OPTIMIZERS[kind](groups)

@@ -16,7 +16,6 @@ from layerzero.graphs.arena_layout import (
     Pass,
     Place,
     Prefetching,
-    Roots,
     Take,
     aligned,
     cleaned,
@@ -121,27 +120,6 @@ def place(needs: Demand, found: dict[Take, Place], end: int = 0) -> int:
     for each, where in found.items():
         each.places.append(where)
     return max([end, *(aligned(where.stop) for where in found.values())])
-
-
-def test_random_takes_and_gives_never_overlap() -> None:
-    for seed in range(5):
-        draw = random.Random(seed)
-        nbytes = {buffer: draw.randint(1, 10_000) for buffer in range(20)}
-        roots: Roots = {}
-        borders: list[int] = []
-        for _ in range(3):  # Orders that come one after the other.
-            taken: set[int] = set()
-            events = []
-            for _ in range(80):
-                buffer = draw.randrange(20)
-                events.append(Event("give" if buffer in taken else "take", buffer))
-                taken ^= {buffer}
-            needs = demand([Pass(None, {}, events)], nbytes, roots)
-            found = lay_out(needs, borders)
-            for where in found.values():
-                assert not any(where.start < border < where.stop for border in borders)
-            borders = sorted({*borders, place(needs, found, max(borders, default=0))})
-            assert not demand([Pass(None, {}, events)], nbytes, roots).unplaced
 
 
 def test_orders_share_takes_until_they_differ_and_then_have_places_of_their_own() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from layerzero.step.tensors import cast_floating, find_tensors, move
+from layerzero.step.tensors import find_tensors, move
 
 Pair = namedtuple("Pair", "first second")
 
@@ -34,19 +34,6 @@ def test_plain_objects_are_looked_through_and_a_cycle_ends() -> None:
     value = SimpleNamespace(inner=SimpleNamespace(tensor=torch.ones(1)))
     value.me = value
     assert value.inner.tensor in list(find_tensors(value))
-
-
-def test_casting_rebuilds_the_containers_and_leaves_the_original() -> None:
-    original = nested(torch.ones(2))
-    cast = cast_floating(original, torch.bfloat16)
-    assert {t.dtype for t in find_tensors(cast)} == {torch.bfloat16}
-    assert {t.dtype for t in find_tensors(original)} == {torch.float32}
-    assert isinstance(cast["b"], Pair)
-    assert isinstance(cast["b"].first, Frozen)
-    assert cast["b"].first.note == "x"
-    assert isinstance(cast["b"].second, OrderedDict)
-    without = {"tokens": torch.arange(3), "mask": None}
-    assert cast_floating(without, torch.bfloat16) is without
 
 
 def test_moving_takes_what_is_elsewhere_and_nothing_else() -> None:
