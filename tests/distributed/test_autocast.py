@@ -48,6 +48,7 @@ def pairs(model: nn.Module, x: Tensor) -> Tensor:
 def with_a_part_in_float32(model: nn.Module, x: Tensor) -> Tensor:
     with autocast(model):
         first = model(x)
+        assert torch.is_autocast_cache_enabled() is isinstance(model, ZeRO3), "as before the call"
         with autocast(model, enabled=False):
             second = model(x)
         loss = loss_of(first) + loss_of(second)
