@@ -110,7 +110,6 @@ def fully_shard(
         _check_module(each)
     top = modules[0] if len(modules) == 1 else _Together(*modules)
     _check_placements(top, shard_placement_fn)
-    ignored, values = ignored_params or set(), (*top.parameters(), *top.buffers())
     given = {
         **KEYWORDS,
         "module": top,
@@ -118,8 +117,8 @@ def fully_shard(
         **_resharding(mesh, reshard_after_forward),
         "mixed_precision": mp_policy,
         "offload": offload_policy,
-        "ignored_parameters": [p for p in top.parameters() if p in ignored],
-        "param_init_fn": "later" if any(each.is_meta for each in values) else None,
+        "ignored_parameters": [p for p in top.parameters() if p in (ignored_params or ())],
+        "param_init_fn": "later",
         "device": current_accelerator() or "cpu" if mesh is None else mesh.device_type,
         # As torch adds up micro-batches: before anything is sent.
         "accumulation": "unsharded",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.build.arguments import Arguments
-from layerzero.build.compare import Digests, settle
+from layerzero.build.compare import WAITS, Digests, settle
 from layerzero.build.materialize import Materializer
 from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
@@ -46,9 +46,13 @@ def build(
     digests = Digests(plan.device, is_needed=not given.sync_module_states)
     builder = Builder(plan, topology, given, materializer, digests, finish)
     units = builder.build_units()
-    difference = settle(materializer.failure, digests, topology.placement, plan.device)
-    if difference is not None:
-        warn_once(difference, is_first=topology.placement.is_first)
+    told = settle(materializer, digests, topology.placement, plan.device)
+    new = [unit for unit, made in zip(units, plan.units, strict=True) if made.existing is None]
+    for unit in new:  # Of ranks with values, too: the check of the first forward is collective.
+        unit.awaits_values = unit.was_built_empty = told == WAITS
+        unit.awaited_buffers = tuple(materializer.awaited) if unit is new[0] else ()
+    if told not in (None, WAITS):
+        warn_once(told, is_first=topology.placement.is_first)
     root = builder.join(units, RootState)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     for feature in plan.features:
@@ -104,13 +108,7 @@ class Builder:
                 # It may be a unit's module itself, which casts inputs already.
                 hooks.install_on_calls(hooked, unit, casts=get_unit(hooked) is None)
                 unit.add_owner(hooked)
-        units = [finished[id(plan)] for plan in plans]
-        if self.materializer.is_later:
-            new = [finished[id(plan)] for plan in plans if plan.existing is None]
-            for unit in new:
-                unit.awaits_values = unit.was_built_empty = True
-                unit.awaited_buffers = tuple(self.materializer.awaited) if unit is new[0] else ()
-        return units
+        return [finished[id(plan)] for plan in plans]
 
     def _prepare(self, visit: Visit) -> None:
         if visit.plan.existing is not None:

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from layerzero import ops
 from layerzero.build.arguments import Arguments
+from layerzero.build.materialize import Materializer
 from layerzero.build.plan import WrapPlan, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_texts
@@ -167,10 +168,6 @@ _OF_UNITS = (
 
 
 def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str]:
-    syncs = given.sync_module_states
-    # Where all values come from the first rank, only that rank has to initialise.
-    init = "..." if syncs else plain(given.param_init_fn)
-    meta = "'later' (fully_shard: it has parameters on the meta device)"
     values = {
         "zero3_size": num_inner if given.zero3_size is None else given.zero3_size,
         "mixed_precision": given.mixed_precision or MixedPrecision(),
@@ -180,9 +177,10 @@ def _arguments(plan: WrapPlan, given: Arguments, num_inner: int) -> Iterator[str
         **{name: getattr(given, name) for name in _ALIKE},
         "layout": given.row_multiple,
         "device": plan.device.type,
+        # Where all values come from the first rank, only that rank has to initialise.
+        "param_init_fn": None if given.sync_module_states else given.param_init_fn,
     }
     yield from (f"{name}={plain(value)}" for name, value in values.items())
-    yield f"param_init_fn={meta if given.param_init_fn == 'later' else init}"
 
 
 def _parameters(unit: UnitPlan, plan: WrapPlan, names: Mapping[int, str]) -> Iterator[str]:
@@ -253,6 +251,7 @@ def plain(value: Any) -> str:
 
 
 _VALUES = "initial values"
+WAITS = "waits"
 
 
 class Digests:
@@ -293,30 +292,30 @@ class Digests:
 
 
 def settle(
-    failure: Exception | None, digests: Digests, placement: Placement, device: torch.device
+    made: Materializer, digests: Digests, placement: Placement, device: torch.device
 ) -> str | None:
     """Make construction succeed or fail on all ranks together. Collective over the model's ranks.
 
     Args:
-        failure: this rank's initialisation error, if any.
         placement: placement of the whole model.
 
     Returns:
-        A warning, the same on every rank, if ranks do not start from the same values.
+        The same on every rank: `WAITS` if any rank has parameters or buffers without values; a
+        warning if ranks do not start from the same values.
 
     Raises:
-        Exception: `failure`; a rank without one raises ValueError with the first failed rank's.
+        Exception: `made.failure`; a rank without one raises ValueError with that of another rank.
     """
-    difference = digests.first_difference()
-    text = difference if failure is None else f"\0{type(failure).__name__}: {failure}"
-    texts = Exchange(placement.groups, device, _VALUES).texts(text)
+    difference, failure = digests.first_difference(), made.failure
+    text = f"\0{type(failure).__name__}: {failure}" if failure else difference
+    texts = Exchange(placement.groups, device, _VALUES).texts(WAITS if made.waits else text)
     if failure is not None:
         raise failure
     for rank, each in texts.items():
         if each.startswith("\0"):
             raise ValueError(f"rank {rank} could not initialise the model: {each[1:]}")
-    if not texts:
-        return None
+    if not texts or WAITS in texts.values():
+        return WAITS if texts else None
     order, label, count = min(each.split("\0") for each in texts.values())
     ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
     return (

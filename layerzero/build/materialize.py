@@ -57,12 +57,12 @@ class Materializer:
     failure: Exception | None
     """The first error of a module that got no values. Later modules are then not initialised; the
     rank goes on, and raises when all ranks exchange their errors (`settle`)."""
-    is_later: bool
-    """Whether meta tensors get their values after construction (`param_init_fn="later"`)."""
+    waits: bool
+    """Whether meta tensors were left without values (`param_init_fn="later"`)."""
 
     def __init__(self, device: torch.device, param_init_fn: InitFunction | Later | None) -> None:
         self.failure = None
-        self.is_later = param_init_fn == "later"
+        self.waits = False
         self.awaited: list[AwaitedBuffer] = []
         self._device = device
         self._init = param_init_fn
@@ -82,8 +82,10 @@ class Materializer:
             initialise: False leaves the values undefined, because another rank broadcasts them.
         """
         places = [place for place in _places(module) if _is_meta(place.tensor)]
+        waiting = {place.name for place in places if self._init == "later"}
+        self.waits |= bool(waiting)
         if places:
-            if initialise and not self.is_later and self.failure is None:
+            if initialise and not waiting and self.failure is None:
                 try:
                     self._initialise(fqn or "the root module", module, places)
                 except Exception as error:
@@ -91,7 +93,6 @@ class Materializer:
             for place in places:
                 if _is_meta(place.tensor):
                     self._allocate(place)
-        waiting = {place.name for place in places if self.is_later}
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = moved = self._move(buffer, buffer_dtype)

@@ -39,7 +39,7 @@ class ParameterInfo:
     def full_tensor(self) -> torch.Tensor:
         """The whole parameter in its original shape, new, on every rank; `p.full_tensor()` as well.
 
-        Collective over the ranks that share the model, between steps.
+        Collective over the ranks that share the model. Differentiable, as that of a DTensor.
 
         Raises:
             RuntimeError: the parameter was copied or read from a file.

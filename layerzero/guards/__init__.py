@@ -58,8 +58,8 @@ def _watch(sharded_param: nn.Parameter, is_first: bool) -> Any:
             f"{fqn!r} was used outside the forward of its unit, where it is this rank's shard, as "
             "in a penalty on model.parameters(): autograd computed a gradient of the shard itself, "
             "which is not reduced. This is right for sums over elements, such as an L2 penalty, "
-            "and wrong for norms and anything else that needs the whole tensor: compute that "
-            "inside the forward of that unit",
+            "and wrong for norms and anything else that needs the whole tensor: compute that of "
+            "parameter.full_tensor(), alike on all ranks, or inside the forward of that unit",
             "gradients of sharded parameters",
             is_first=is_first,
         )

@@ -95,9 +95,7 @@ class _Whole:
         self.full, self.was_freed = None, True
         if (storage := storage_ref()) is None:
             return True
-        like = self.sharded.detach()
-        empty = torch.empty(0, dtype=like.dtype, device=like.device)
-        self.full = empty.set_(storage).view(self.shape)
+        self.full = self.sharded.new_empty(0).set_(storage).view(self.shape)
         return False
 
     def end(self) -> None:
@@ -262,8 +260,13 @@ class WholeParameter(torch.Tensor):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._whole.check()
-        if name != "grad" or value is not None:
+        if name != "grad":
             super().__setattr__(name, value)
+        elif value is not None:  # A first use: the sharded parameter gets this rank's part.
+            sharded, flat = self._whole.sharded, value.reshape(self.shape).flatten()
+            part = flat[slice(*info_of(sharded).range)].view(sharded.shape).clone()
+            self._whole.values.end_all()
+            sharded.grad = part
 
     def requires_grad_(self, requires_grad: bool = True) -> WholeParameter:
         self._whole.check()

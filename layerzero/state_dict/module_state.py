@@ -41,7 +41,21 @@ def install(unit: Unit) -> None:
 def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:
     sharded_param = reference()
     assert sharded_param is not None, "its attribute calls this"
-    return shard_of(sharded_param, sharded_param.detach()).full_tensor()
+    full: torch.Tensor = _FullTensor.apply(sharded_param)  # type: ignore[no-untyped-call]
+    return full
+
+
+class _FullTensor(torch.autograd.Function):
+    """As of a DTensor: this rank's gradient of the whole goes to its part, and is not reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded_param: nn.Parameter) -> torch.Tensor:
+        ctx.shard = shard_of(sharded_param, sharded_param.detach())
+        return ctx.shard.full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return ctx.shard.part_of(gradient)
 
 
 def _show_first_values(*arguments: Any) -> None:

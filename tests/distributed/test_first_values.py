@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import layerzero
 from layerzero import OffloadPolicy, ZeRO3, checkpoint, fully_shard
 from layerzero.optim import AdamW, WholeTensorOptimizer
-from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import full_parameters, on_meta
+from tests.harness.reference import full_gradients, full_parameters, on_meta
 
 WIDTH = 12
 
@@ -379,6 +379,16 @@ def test_tensor_parallel_parameters_are_dtensors_while_values_are_drawn() -> Non
     assert not isinstance(model.blocks[1].up.weight, DTensor)
     with pytest.raises(RuntimeError, match=r"'blocks.1.up.weight' was taken before"):
         up.data.mul_(2)
+
+
+@on_ranks(2)
+def test_a_gradient_given_to_a_whole_parameter_is_the_shards() -> None:
+    model = _drawn(_emptied())
+    for parameter in model.parameters():  # Shards, after the first.
+        parameter.grad = parameter.detach() * 2
+    doubled = {name: value * 2 for name, value in full_parameters(_drawn(Titan())).items()}
+    assert_same_parameters(full_gradients(model), doubled, what="gradient of")
+    assert_norm(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9), doubled.values())
 
 
 @on_ranks(2)

@@ -465,12 +465,21 @@ def test_units_may_differ_in_synchronization() -> None:
 
 
 @on_ranks(2)
-def test_the_first_rank_sends_its_values_to_emptied_ranks() -> None:
+@pytest.mark.parametrize("build_others", [seeded, on_meta])
+def test_the_first_rank_sends_its_values_to_emptied_ranks(
+    build_others: Callable[[type[nn.Module]], nn.Module],
+) -> None:
     is_first = dist.get_rank() == 0
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     losses = []
     for engine in (layerzero, torchs):
-        model: Any = by_blocks(engine, seeded(Transformer))
+        with recorded_warnings() as texts:
+            built = seeded(Transformer) if is_first else build_others(Transformer)
+            model: Any = by_blocks(engine, built)
+        if engine is layerzero and build_others is on_meta:
+            assert not texts
+            with pytest.raises(RuntimeError, match=r"has no value yet \(rank 1\)"):
+                model(batches(1)[0][dist.get_rank()])
         whole = dict(seeded(Transformer, seed=1).state_dict()) if is_first else {}
         model = model.to("cpu") if is_first else model.to_empty(device="cpu")
         set_model_state_dict(model, whole, options=options)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -182,11 +182,11 @@ def _of_eighths() -> nn.Linear:
     return linear
 
 
-def _penalty(power: int) -> tuple[list[str], bool]:
+def _penalty(of: Callable[[Any], Tensor]) -> tuple[list[str], bool]:
     model, plain = wrapped(_of_eighths), seeded(_of_eighths)  # each rank has a part of the weight
     with recorded_warnings() as told:
         for each, number in itertools.product((model, plain), range(3)):
-            penalty = sum(p.norm() if power == 1 else p.square().sum() for p in each.parameters())
+            penalty = sum(of(p) for p in each.parameters())
             with model.no_sync() if number < 2 else contextlib.nullcontext():
                 (each(torch.ones(3, 8)).sum() + 0.5 * penalty).backward()
     gradients = full_gradients(model)
@@ -196,12 +196,13 @@ def _penalty(power: int) -> tuple[list[str], bool]:
 
 @on_ranks(2)
 def test_a_penalty_on_shards_that_is_wrong_warns_on_the_first_rank() -> None:
-    """That of a norm is wrong, an L2 penalty is right, in each micro-batch."""
-    told, is_right = _penalty(1)
+    """That of a norm is wrong, an L2 penalty is right, in each micro-batch; any of the whole is."""
+    told, is_right = _penalty(lambda p: p.norm())
     assert not is_right and len(told) == int(dist.get_rank() == 0)
     for text in told:
         assert "was used outside the forward of its unit" in text and "wrong for norms" in text
-    assert _penalty(2)[1]
+    assert _penalty(lambda p: p.square().sum())[1]
+    assert _penalty(lambda p: getattr(p, "full_tensor", lambda: p)().sum().square())[1]
 
 
 @on_ranks(2)
