@@ -89,7 +89,7 @@ class BackwardPass:
     _final_callback: weakref.ref[object] | None = None
 
     def watch(self, final_callback: object, on_abandoned: Callable[[object], None]) -> None:
-        """Call `on_abandoned` when autograd drops the callback for its end."""
+        """Call `on_abandoned` when autograd drops the callback for its end, as errors make it."""
         self._final_callback = weakref.ref(final_callback, on_abandoned)
 
     def enter(self, unit: Unit, start: int | None) -> None:
@@ -118,8 +118,7 @@ class BackwardPass:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether an error ended the pass: autograd dropped the final callback instead of running
-        it."""
+        """Whether an error ended the pass."""
         return self._final_callback is not None and self._final_callback() is None
 
 
@@ -141,8 +140,8 @@ class Backward:
         self._reducer = reducer
         self._passes: list[BackwardPass] = []
         """The running passes, outermost first."""
-        self._graphs: set[int] = set()
-        """Starts of forwards whose backward made a graph that waits for a backward."""
+        self._graphs: set[ForwardPass] = set()
+        """Forwards whose backward made a graph that waits for a backward."""
 
     def _abort(self, error: BaseException | None) -> None:
         """Return the whole model, if it is still there, to the state between steps."""
@@ -189,8 +188,10 @@ class Backward:
         if makes_graph:
             # A graph of the backward itself (create_graph) reads unsharded parameters again, and no
             # hook runs before that. So units stay unsharded, and are reduced when a pass ends,
-            # until a backward without create_graph has ended.
+            # until a backward without create_graph has ended. It may reach no output.
             self._scheduler.hold_for_graph(True)
+            for unit in self._units:
+                unit.watch_gradients()
         backward_pass = self._begin_pass(graph_task, forward_pass.order, makes_graph)
         final_callback = functools.partial(self._end_backward, backward_pass)
         backward_pass.watch(final_callback, self._on_abandoned())
@@ -223,7 +224,7 @@ class Backward:
         self._context.set_in_backward(True)
         return begun
 
-    def forget_passes(self, graphs: Iterable[int] = ()) -> None:
+    def forget_passes(self, graphs: Iterable[ForwardPass] = ()) -> None:
         self._passes.clear()
         self._graphs = set(graphs)
         self._context.set_in_backward(False)
@@ -301,13 +302,14 @@ class Backward:
 
     @remembers_failure
     def on_unsharded_gradient(self, unit: Unit) -> None:
-        """An unsharded parameter of an explicitly unsharded unit got its gradient.
-
-        If it was used outside the unit's forward, no output hook has reported the unit.
-        """
-        if unit.training_state is not BACKWARD:
-            current = self._backward_pass(torch._C._current_graph_task_id(), ForwardPass(0))
-            self._enter_backward(current, unit, None)
+        """A watched unsharded parameter got its gradient. If it was used outside the unit's
+        forward, or by a graph of a backward alone, no output hook has reported the unit."""
+        if unit.training_state is not BACKWARD and unit.training_state is not FORWARD:
+            graph = min(self._graphs, key=lambda each: each.start, default=ForwardPass(0))
+            current = self._backward_pass(torch._C._current_graph_task_id(), graph)
+            if self._graphs:
+                self._passes[0].forwards[graph] = None
+            self._enter_backward(current, unit, graph.first_start.get(unit))
 
     @remembers_failure
     def _end_backward(self, ended: BackwardPass) -> None:
@@ -347,11 +349,11 @@ class Backward:
         self._context.wait_for_uploads()
         if ended.is_recorded:
             self._scheduler.recorder.end()
-        starts = {forward_pass.start for forward_pass in ended.forwards}
-        oldest = min(starts, default=0)
+        own = ended.forwards.keys()
+        oldest = min((forward_pass.start for forward_pass in own), default=0)
         # A backward without create_graph ends the hold, but for forwards after its own.
-        waiting = {start for start in self._graphs - starts if start > oldest}
-        self.forget_passes(self._graphs | starts if ended.makes_graph else waiting)
+        waiting = {graph for graph in self._graphs - own if graph.start > oldest}
+        self.forget_passes(self._graphs | own if ended.makes_graph else waiting)
         self._scheduler.hold_for_graph(bool(self._graphs))
         for unit in self._units:
             unit.keep_starts(oldest)

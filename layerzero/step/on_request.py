@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
-import torch
-
 from layerzero.step.operations import remembers_failure
-from layerzero.step.root import RootState, root_of
+from layerzero.step.root import RootState
 from layerzero.step.unit import Hold, Unit
 
 
@@ -25,14 +22,7 @@ def keep(unit: Unit) -> None:
     """Unshard a unit whose parameters may be used outside its calls, and hold it."""
     unit.unshard()
     unit.hold(int(Hold.EXPLICIT))
-    unit_ref = weakref.ref(unit)
-
-    def on_gradient(_: torch.Tensor) -> None:
-        unit = unit_ref()
-        if unit is not None:  # It may have another root by now.
-            root_of(unit).backward.on_unsharded_gradient(unit)
-
-    unit.watch_gradients(on_gradient)
+    unit.watch_gradients()
 
 
 @remembers_failure

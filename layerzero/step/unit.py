@@ -93,11 +93,7 @@ for _state, *_next in (
 def check_transition(
     unit: str, current: ShardState | TrainingState, new: ShardState | TrainingState
 ) -> None:
-    """Refuse a transition to a state that is no successor.
-
-    Raises:
-        RuntimeError: names the unit and both states.
-    """
+    """Raise a RuntimeError with the unit and both states if `new` is no successor."""
     if new not in current.successors:
         raise RuntimeError(
             f"{unit}: {type(current).__name__} cannot go from {current.name} to {new.name}"
@@ -486,8 +482,18 @@ class Unit:
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
 
-    def watch_gradients(self, on_gradient: Callable[[torch.Tensor], None]) -> None:
-        """Call `on_gradient` for gradients from outside the unit's forward (explicit `unshard`)."""
+    def watch_gradients(self) -> None:
+        """Have backward take gradients from outside the unit's forward, too."""
+        unit_ref = weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            unit = unit_ref()
+            if unit is not None:
+                root: Any = unit.context.owner()  # Perhaps another by now.
+                if root is None:
+                    raise RuntimeError(f"{unit.label}: the wrapped model around it was deleted")
+                root.backward.on_unsharded_gradient(unit)
+
         for unsharded in () if self._is_watched else self._forms[1]:
             if unsharded.requires_grad:
                 unsharded.register_post_accumulate_grad_hook(on_gradient)

@@ -22,9 +22,11 @@ from tests.harness.ranks import on_ranks
 from tests.harness.recording import observed, recorded_operations
 from tests.harness.reference import (
     OPTIMIZERS,
+    RunFn,
     after_an_evaluation,
     backward_of,
     batches_of,
+    forward_backward,
     full_gradients,
     full_parameters,
     mlp_batches,
@@ -57,6 +59,28 @@ class ForceField(Mlp):
         energy = super().forward(x)
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
         return energy.sum() + force.square().sum()
+
+
+def _penalty_alone(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss of slopes alone (WGAN-GP): no output of the model has a gradient in its backward."""
+    x = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = slope.square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def _penalty_waits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with model.no_sync() if isinstance(model, ZeRO3) else nullcontext():
+        _penalty_alone(model, batch)
+    return forward_backward(model, batch)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("run", [_penalty_alone, _penalty_waits])
+def test_a_loss_of_gradients_alone_trains(run: RunFn) -> None:
+    for wrapped in ([], [Block], [nn.Linear]):
+        trained_alike(Mlp, *wrapped, run=run)
 
 
 class Sloped(Block):

@@ -445,7 +445,7 @@ class Run:
         """Multiply the gradients that it gets from now on, also if it is frozen now."""
         requires_grad = parameter.requires_grad
         parameter.requires_grad_(True)
-        self._scaled.append(parameter.register_hook(lambda gradient: gradient * scale))
+        self._scaled.append(parameter.register_hook(functools.partial(_scaled, scale)))
         parameter.requires_grad_(requires_grad)
 
     @property
@@ -523,7 +523,7 @@ class Run:
             if sharded_param.requires_grad and rng.random() < 0.15:
                 self._hooked.add(name)
                 for parameter in (sharded_param, twins[name]):
-                    parameter.register_hook(lambda gradient: gradient * 0.5)
+                    parameter.register_hook(functools.partial(_scaled, 0.5))
 
     def _set_lists(self) -> None:
         """Of modules to gather ahead, which may name what is not needed, or in a wrong order."""
@@ -891,10 +891,11 @@ class Run:
         assert_close_in_float64(*found, "gradient of the batch")
 
     def _penalty(self) -> None:
-        """The gradient with regard to the batch is part of the loss."""
+        """The gradient with regard to the batch is part of the loss, or all of it."""
         if self._steps_in_backward or any(_way_of(m) in _ONCE for m in self._twin.modules()):
             return
         batches, Branches.uses_all = self._batches(), True
+        is_alone = self.rng.random() < 0.5
         for model, own, divisor in (
             (self._model, [batches[self._rank]], self._own_divisor),
             (self._twin, batches, self._divisor),
@@ -903,7 +904,7 @@ class Run:
                 batch = batch.clone().requires_grad_()
                 output = model(batch)
                 (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
-                _backward(output + slope, divisor)
+                _backward(slope if is_alone else output + slope, divisor)
         self._run_optimizers()
         self._compare()
         self._zero_grad()
@@ -1287,6 +1288,11 @@ def _copy_values(source: nn.Module, target: nn.Module, recurse: bool = False) ->
             target.get_parameter(name).copy_(value)
         for name, value in source.named_buffers(recurse=recurse):
             target.get_buffer(name).copy_(value)
+
+
+def _scaled(scale: float, gradient: Tensor | None) -> Tensor | None:
+    """A double backward gives hooks None where it has no gradient."""
+    return None if gradient is None else gradient * scale
 
 
 def _backward(output: Tensor, divisor: float = 1) -> None:
