@@ -18,18 +18,18 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_878,
+    "": 37_876,
     "flat": 2_540,
-    "step": 4_197,
+    "step": 4_195,
     "comm": 1_417,
     "watch": 888,
     "build": 2_341,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-TOUR = 16, 4_344
+TOUR = 16, 4_352
 """Files in README's tour of a training step, and their lines."""
-STEP = 24, 5_537
+STEP = 24, 5_545
 """Files that a plain step enters once its orders are recorded, and their lines."""
 LOADED_FILES = 84
 """Files of the package that `import layerzero` loads."""
