@@ -34,11 +34,11 @@ from layerzero.flat.groups import resolve_process_groups
 from layerzero.notices import warn_once
 from layerzero.parallel.split import split_modules
 from layerzero.parallel.tp_plans import TensorParallelPlan, resolve_styles
-from layerzero.plan.options import ZERO3_OPTIONS, near_matches, read_options
+from layerzero.plan.options import near_matches, read_options
 from layerzero.plan.resolve import Resolved
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
-from layerzero.zero3 import ZeRO3
+from layerzero.zero3 import KEYWORDS, ZeRO3
 
 logger = logging.getLogger(__name__)
 _DEVICES_OF_CONTEXT_PARALLEL = ("cuda",)
@@ -259,10 +259,10 @@ class ParallelManager:
     def _arguments(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """Arguments of `ZeRO3`, without a plan."""
         for name in options:
-            if name not in ZERO3_OPTIONS:
+            if name not in KEYWORDS:
                 raise TypeError(
                     f"ParallelManager.parallelize: unknown argument {name!r}"
-                    f"{near_matches(name, ZERO3_OPTIONS)}; expected arguments of ZeRO3 other than "
+                    f"{near_matches(name, KEYWORDS)}; expected arguments of ZeRO3 other than "
                     "process_group"
                 )
         return {"auto_wrap_policy": _layers_of(model), **self._own, **options}

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from layerzero import MixedPrecision, ParallelManager, ShardingPlan, units
+from layerzero import MixedPrecision, ParallelManager, ReductionPolicy, ShardingPlan, units
 from layerzero.parallel import manager as manager_module
 from tests.distributed.test_tensor_parallel import deep, follows
 from tests.harness.checks import assert_same_parameters, warns_on_first_rank
@@ -262,7 +262,9 @@ def test_the_managers_options_go_to_every_model() -> None:
         plan = ShardingPlan(apply_modules=["mlp"], defaults={"timeout": TIMEOUT})
         for model in (
             manager.parallelize(_Small(), plan, tp_plan=SMALL),
-            manager.parallelize(_Small(), tp_plan=HERE, auto_wrap_policy={GatedMlp}),
+            manager.parallelize(
+                _Small(), tp_plan=HERE, auto_wrap_policy={GatedMlp}, reduction=ReductionPolicy()
+            ),
         ):
             assert [unit.fqn for unit in units(model)] == ["", "mlp"]
             # The optimizer's weights are float32 even where dp x cp is one rank.
