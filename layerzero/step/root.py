@@ -250,10 +250,10 @@ class RootState:
                 self.abort(error)
             raise
 
-    def _leave(self, call: ForwardCall) -> None:
+    def _leave(self, call: ForwardCall, has_raised: bool = False) -> None:
         if self._call_depth:
             self._call_depth -= 1
-        call.unit.leave_forward(is_outermost=not self._call_depth)
+        call.unit.leave_forward(hides=has_raised or not self._call_depth)
 
     def call_raised(self, call: ForwardCall, error: BaseException) -> None:
         """The forward of `call` raised.
@@ -261,7 +261,7 @@ class RootState:
         In a backward pass this can be a recomputation that stops early on purpose. A real error
         there ends the pass, and the next one clears what it left.
         """
-        self._leave(call)
+        self._leave(call, has_raised=True)
         if self._call_depth == 0 and not self.context.in_backward:
             self.abort(error)
 

@@ -310,14 +310,14 @@ class Unit:
             self.set_training_state(FORWARD)
         self.depth += 1
 
-    def leave_forward(self, is_outermost: bool) -> None:
-        """A forward call has returned or raised. A unit that stays until its backward is shown
-        until the outermost call ends: modules around it may use its parameters (a tied head)."""
+    def leave_forward(self, hides: bool) -> None:
+        """A forward call has returned or raised. Unless `hides`, a unit that stays until its
+        backward is shown until the outermost call ends: a tied head may use its parameters."""
         if self.depth:
             self.depth -= 1
         if self.depth == 0 and self.training_state is FORWARD:
             self.set_training_state(IDLE)
-            if is_outermost or self.options.reshard_after_forward:
+            if hides or self.options.reshard_after_forward:
                 self.show_sharded()
 
     def keep_starts(self, first: int, last: float = inf) -> None:

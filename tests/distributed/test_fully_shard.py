@@ -1,5 +1,6 @@
 """fully_shard: what torch's function of that name does, with nothing but the import changed."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -404,6 +405,15 @@ def test_a_unit_that_stays_for_backward_may_be_used_until_the_forward_ends() -> 
     with torch.no_grad():
         own(batches(1)[0][0])
     assert own.embed.weight.shape[0] < own.embed.num_embeddings  # Rows of this rank again.
+    own.embed.register_forward_hook(lambda *_: 1 / 0)  # An error that the model's forward catches.
+    own.forward = functools.partial(_catches, own.embed)
+    own(batches(1)[0][0])
+    assert own.embed.weight.shape[0] < own.embed.num_embeddings
+
+
+def _catches(part: nn.Module, tokens: Tensor) -> None:
+    with contextlib.suppress(ZeroDivisionError):
+        part(tokens)
 
 
 FLAGS: dict[str, Callable[[Any], object]] = {
