@@ -128,7 +128,7 @@ wheel: $(INSTALLED)
 
 # torch comes first because the package builds against the one that is installed, not in isolation;
 # pip before 23.1 would isolate an editable build all the same unless told to go by PEP 517.
-$(INSTALLED): constraints.txt setup.py pyproject.toml layerzero/ops/schema.py layerzero/ops/delta.py $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h)
+$(INSTALLED): constraints.txt setup.py pyproject.toml layerzero/ops/schema.py $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc csrc/cuda/*.cu csrc/cuda/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "layerzero needs Python 3.10 or newer, $(PYTHON) is " + sys.version)'
 	@echo "Setting up $(VENV) (the first time, torch takes a minute or so to download)"
 	$(PYTHON) -m venv $(VENV)

@@ -37,7 +37,7 @@ from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some_ranks
-from layerzero.ops.delta import bits_of
+from layerzero.ops.reference import bits_of
 from layerzero.version import __version__
 
 REFUSED = -1

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.tensor_parallel import local_of
-from layerzero.ops.delta import bits_of
+from layerzero.ops.reference import bits_of
 
 _PATTERNS = {1: 0xA5, 2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FFA5A5A5A5A5A5A}
 """Bit pattern by the number of bytes of an element."""

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from layerzero.flat.flat_param import address_of, version_of
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some, warn_once
-from layerzero.ops.delta import bits_of
+from layerzero.ops.reference import bits_of
 from layerzero.step.extension import Extension, Extensions
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from layerzero.ops import reference, schema, step_reference
-from layerzero.ops.delta import find_changed
+from layerzero.ops import reference
 from layerzero.ops.native import NativeStatus, has_kernel, load
 from layerzero.ops.reference import ZEROS, Segments
 
@@ -25,10 +24,9 @@ __all__ = [
     "Segments",
     "copy_crc32_",
     "crc32",
-    "find_changed",
-    "flat_step_",
     "missing_kernels",
     "native_status",
+    "note_written",
     "ordered_sum_",
     "pack_",
     "sum_squares",
@@ -41,7 +39,6 @@ cache, and an ordinary store reads each cache line first. Smaller outputs stay i
 such stores are slower (benchmarks/bench_pad_copy.py)."""
 
 
-assert schema.LIBRARY is not None, "schemas must be defined before kernels are loaded"
 _status = load(Path(__file__).parents[1])
 _pack_ = torch.ops.layerzero.pack_.default  # Looked up once: each time takes 2,700 instructions.
 
@@ -94,7 +91,7 @@ def pack_(
     if not out.is_cpu and has_kernel(out.device.type):  # Else torch reads the table, on the host.
         table = segs.on(out.device)
     _pack_(out, srcs, table, scale, out.nbytes >= STREAMING_NBYTES)
-    _note_written(out)
+    note_written(out)
     return out
 
 
@@ -118,29 +115,8 @@ def ordered_sum_(
         reference.ordered_sum_(out, parts, scale)
         return out
     torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
-    _note_written(out)
+    note_written(out)
     return out
-
-
-def flat_step_(
-    steps: Sequence[step_reference.StepTensors],
-    grad_scale: float = 1.0,
-    seed: int = 0,
-) -> None:
-    """One step of AdamW for ranges of flat parameters, in one pass over their memory; on a GPU, in
-    one launch for up to 32 of them whose dtypes are the same.
-
-    Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
-    the parameter. Step_reference.py defines the bits. No autograd; does not block the host.
-
-    Args:
-        steps: tensors of each flat parameter, all on one device, with one `factor`.
-        seed: of the random bits that round smaller states.
-    """
-    joined = step_reference.join_steps(steps)
-    torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed)
-    for tensors in steps:
-        _note_written(tensors.main)
 
 
 def word_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -198,7 +174,7 @@ def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
     return result
 
 
-def _note_written(out: torch.Tensor) -> None:
+def note_written(out: torch.Tensor) -> None:
     """Increment the version of `out`: autograd detects in-place changes by it, and native kernels
     do not change it. Inference tensors have no version."""
     if not out.is_inference():

@@ -3,6 +3,7 @@
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
     word_sums_      the sum of a tensor's bytes as 64-bit words, modulo 2**64, of each
+    sum_squares_    in float64, in a fixed order
     crc32           zlib's; copy_crc32_ copies the bytes in the same pass
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
@@ -24,6 +25,7 @@ the buffer. Offsets count elements.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Iterable, Sequence
@@ -31,9 +33,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+
+from layerzero.ops.schema import use_everywhere
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WORD = 8
+_LANES, _CHUNK = 16, 4096
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ZEROS = -1
 """Used as a source number: fill the row with zeros."""
 
@@ -90,6 +97,13 @@ class Segments:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of `dtype` are scaled and added."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's elements as integers: [numel], or [numel, 2] for complex128."""
+    if tensor.element_size() == 16:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_BITS[tensor.element_size()])
 
 
 def pack_(
@@ -155,6 +169,16 @@ def word_sum(tensor: torch.Tensor) -> torch.Tensor:
     return whole.view(torch.int64).sum()
 
 
+def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
+    """See `layerzero.ops.sum_squares`."""
+    square = x.detach().reshape(-1).to(torch.float64).square()
+    padded = nn.functional.pad(square, (0, -square.numel() % _CHUNK))
+    # Each sum in order: of a chunk's rows, of its lanes, of the chunks.
+    lanes = functools.reduce(torch.add, padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1))
+    chunks = functools.reduce(torch.add, lanes.unbind(1))
+    out.fill_(functools.reduce(torch.add, chunks.unbind(), out.new_zeros(())))
+
+
 def crc32(data: torch.Tensor, value: int = 0) -> int:
     array: Any = data.numpy()
     return zlib.crc32(array, value)
@@ -163,3 +187,7 @@ def crc32(data: torch.Tensor, value: int = 0) -> int:
 def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
     out.copy_(data)
     return crc32(out)
+
+
+for _kernel in (pack_, ordered_sum_, word_sums_, sum_squares_, crc32, copy_crc32_):
+    use_everywhere(_kernel)

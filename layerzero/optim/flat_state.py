@@ -23,14 +23,14 @@ from torch import nn
 
 from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.flat.parameter_info import get_info
-from layerzero.ops import flat_step_, step_reference
-from layerzero.ops.step_reference import StepTensors
+from layerzero.optim import step_ops
+from layerzero.optim.step_ops import StepTensors
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
 
 _ALIGNMENT = 16
 """Elements: the first state of each parameter lies at a multiple of this."""
-_BLOCK = step_reference.QUANT_NUMEL
+_BLOCK = step_ops.QUANT_NUMEL
 _NONE = torch.empty(0, device="cpu")
 _grad_of: Callable[[nn.Parameter], torch.Tensor | None] = attrgetter("grad")
 _base_of: Callable[[Any], Any] = attrgetter("_base")
@@ -80,7 +80,7 @@ def take_steps(taken: list[tuple[FlatState, Step]], grad_scale: float, seed: int
     for _, step in taken:
         calls.setdefault(step.tensors.main.device, []).append(step)
     for steps in calls.values():
-        flat_step_([step.tensors for step in steps], grad_scale, seed)
+        step_ops.run_steps([step.tensors for step in steps], grad_scale, seed)
     for flat, step in taken:
         flat.note_taken(step)
     taken.clear()
@@ -303,7 +303,7 @@ class FlatState:
                 of_state = self._places[number], numel, row, held.start, held.key
                 table.append([held.offset, offset, *of_state, self._blocks[number]])
         ranges = torch.tensor(table, dtype=torch.int64, device="cpu")
-        ranges = ranges.view(-1, step_reference.COLUMNS)
+        ranges = ranges.view(-1, step_ops.COLUMNS)
         made = ranges.to(self.main.device), tuple(row_of)
         if numbers is None:
             self._usual = offsets, made
@@ -341,7 +341,7 @@ class QuantState(FlatState):
             self._wide = self._zeros(torch.float32)
             for i, row, part in self._ranges():
                 codes, scales = self.tensors[i][part], self._scales[i]
-                self._wide[i][part] = step_reference.load_codes(i, codes, scales, row)
+                self._wide[i][part] = step_ops.load_codes(i, codes, scales, row)
             self._show(self._wide, {})
 
     def _states(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -349,7 +349,7 @@ class QuantState(FlatState):
             # Back to what they came from, unless somebody has written or loaded them.
             for i, row, part in self._ranges():
                 codes, scales = self.tensors[i][part], self._scales[i]
-                step_reference.store_codes(i, self._wide[i][part], codes, scales, row)
+                step_ops.store_codes(i, self._wide[i][part], codes, scales, row)
             self._wide = None
             self._show((), {})
         return self.tensors, self._scales

@@ -23,7 +23,7 @@ from layerzero.comm.exchanges import Name, gather_along
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import ShardGroup
 from layerzero.flat.tensor_parallel import TensorParallelSplit, local_of
-from layerzero.ops.delta import bits_of
+from layerzero.ops.reference import bits_of
 from layerzero.optim.sharded_params import owners
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
 from layerzero.step.operations import remembers_failure

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from layerzero.ops import Segments, flat_step_, ordered_sum_, pack_, reference, step_reference
-from layerzero.ops.step_reference import StepTensors
+from layerzero.ops import Segments, ordered_sum_, pack_, reference
+from layerzero.optim import step_ops
+from layerzero.optim.step_ops import StepTensors, run_steps
 from tests.ops.truth import (
     DTYPES,
     around_the_middle_of_two,
@@ -364,8 +365,8 @@ def test_steps_have_the_bits_of_the_reference(
         wanted = [random_step(dtype, state, aligned) for _ in range(3)]
         ours = [on_device(step, cuda) for step in wanted]
         for _ in range(3):
-            flat_step_(ours, 2.0, 7)
-            step_reference.flat_step_(*step_reference.join_steps(wanted), 2.0, 7)
+            run_steps(ours, 2.0, 7)
+            step_ops.flat_step_(*step_ops.join_steps(wanted), 2.0, 7)
         for step, other in zip(ours, wanted, strict=True):
             written = [step.main, *step.states, *step.scales]
             truth = [other.main, *other.states, *other.scales]
@@ -376,9 +377,9 @@ def test_steps_have_the_bits_of_the_reference(
 def test_a_step_does_not_wait_for_the_device(cuda: torch.device) -> None:
     step = random_step(torch.float32, torch.uint8, True)
     ours = on_device(step, cuda)
-    flat_step_([ours])
+    run_steps([ours])
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
-    flat_step_([ours])
+    run_steps([ours])
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

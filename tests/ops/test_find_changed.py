@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerzero import ops
-from layerzero.ops import delta
+from layerzero.checkpoint.delta import scan
+from layerzero.ops.reference import bits_of
 from tests.ops.truth import DTYPES, IMPLEMENTATIONS, REFUSAL, baseline, random_values
 
 
@@ -24,22 +24,22 @@ def run(
     all_indices = torch.full((capacity + beyond,), -7, dtype=torch.int64)
     all_values = torch.ones(capacity + beyond, dtype=snapshot.dtype)
     indices, values = all_indices[:capacity], all_values[:capacity]
-    nan = delta.nan_bits(snapshot.dtype) if snapshot.is_floating_point() else 0
+    nan = scan.nan_bits(snapshot.dtype) if snapshot.is_floating_point() else 0
     if implementation == "reference":
-        with mock.patch.object(delta, "_BLOCK", 500):
-            count, stop = delta._find_changed(indices, values, main, snapshot, start, update)
+        with mock.patch.object(scan, "_BLOCK", 500):
+            count, stop = scan.find_changed_(indices, values, main, snapshot, start, update)
     elif implementation == "baseline":
         with baseline(True):
             op = torch.ops.layerzero.find_changed_.default
             count, stop = op(indices, values, main, snapshot, start, update, nan)
     else:
-        count, stop = ops.find_changed(main, snapshot, start, indices, values, update)
+        count, stop = scan.find_changed(main, snapshot, start, indices, values, update)
     assert (all_indices[capacity:] == -7).all() and (all_values[capacity:] == 1).all()
     return indices[:count].tolist(), values[:count], stop
 
 
 def bits(values: Tensor) -> list[int]:
-    return delta.bits_of(values).tolist()
+    return bits_of(values).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,7 +49,7 @@ def test_what_changed_is_found_with_its_bits(
 ) -> None:
     for numel in (0, 1, 7, 8, 511, 512, 513, 5000):
         main = random_values(numel + 3, main_dtype)[3:]  # unaligned
-        snapshot = delta.cast(main, dtype)
+        snapshot = scan.cast(main, dtype)
         assert run(implementation, main, snapshot)[::2] == ([], numel)
         for share in (0.02, 0.5, 1.0):
             was = snapshot.clone()
@@ -64,11 +64,11 @@ def test_what_changed_is_found_with_its_bits(
 def test_a_search_goes_on_where_its_room_was_full(implementation: str, dtype: torch.dtype) -> None:
     """With any density of changes; the snapshot takes what is found, on request."""
     main = torch.randn(2100)
-    now = delta.cast(main, dtype)
+    now = scan.cast(main, dtype)
     for share in (0.02, 0.3, 1.0):
         was = now.clone()
         was[torch.rand(2100) < share] += 1
-        expected = (delta.bits_of(was) != delta.bits_of(now)).nonzero().view(-1).tolist()
+        expected = (bits_of(was) != bits_of(now)).nonzero().view(-1).tolist()
         # A kernel has a faster way for blocks of 512 that surely fit.
         for capacity in (7, 511, 512, 514, 515, 516, 1100, len(expected), 2100, 2600):
             snapshot = was.clone()
@@ -92,24 +92,24 @@ def test_a_search_goes_on_where_its_room_was_full(implementation: str, dtype: to
 def test_unknown_elements_are_always_found(implementation: str, dtype: torch.dtype) -> None:
     for main in (random_values(600, dtype), random_values(600, torch.float32)):
         snapshot = torch.empty(600, dtype=dtype)
-        delta.bits_of(snapshot).fill_(delta.UNKNOWN)
-        delta.bits_of(main)[17] = delta.UNKNOWN
+        bits_of(snapshot).fill_(scan.UNKNOWN)
+        bits_of(main)[17] = scan.UNKNOWN
         found, values, _ = run(implementation, main, snapshot)
         assert found == list(range(600))
-        assert bits(values) == bits(delta.cast(main, dtype))
+        assert bits(values) == bits(scan.cast(main, dtype))
         assert not run(implementation, main, values)[0], "a NaN is found once"
 
 
 def test_zeros_of_both_signs_differ_and_nans_of_a_cast_do_not(implementation: str) -> None:
     main = torch.tensor([0.0, -0.0, torch.nan, -torch.nan])
-    snapshot = delta.cast(main.flip(0), torch.bfloat16).flip(0)
+    snapshot = scan.cast(main.flip(0), torch.bfloat16).flip(0)
     snapshot[:2] = 0.0
     assert run(implementation, main, snapshot)[0] == [1]
 
 
 def test_any_floating_point_dtype_is_cast_and_others_are_compared_as_they_are() -> None:
     main = torch.randn(50).to(torch.float8_e4m3fn)
-    snapshot = delta.cast(main, torch.bfloat16)
+    snapshot = scan.cast(main, torch.bfloat16)
     snapshot[3] += 1
     assert run("wrapper", main, snapshot)[0] == [3]
     for dtype in (torch.int32, torch.bool, torch.complex64, torch.complex128):

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 import layerzero
-from layerzero.ops import Segments, native_status, reference, step_reference
+from layerzero.ops import Segments, native_status, reference
+from layerzero.optim import step_ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 IMPLEMENTATIONS = ["reference", *(["kernel", "baseline"] if native_status().native else [])]
@@ -69,7 +70,7 @@ def library() -> ctypes.CDLL:
 
 def call(implementation: str, op: str, *args: Any) -> None:
     if implementation == "reference":
-        getattr(reference if hasattr(reference, op) else step_reference, op)(*args)
+        getattr(reference if hasattr(reference, op) else step_ops, op)(*args)
         return
     with baseline(implementation == "baseline"):
         getattr(torch.ops.layerzero, op).default(*args)

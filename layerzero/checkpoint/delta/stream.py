@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from layerzero.checkpoint.delta import scan
 from layerzero.checkpoint.delta.apply import crc_of
 from layerzero.checkpoint.delta.patch import DeltaError, Link, Patch
 from layerzero.checkpoint.delta.pieces import Piece, Source, sources_of
 from layerzero.config import parse_nbytes
-from layerzero.ops.delta import UNKNOWN, bits_of, cast, differs, find_changed, infinity_bits
-from layerzero.ops.reference import DTYPES
+from layerzero.ops.reference import DTYPES, bits_of
 from layerzero.state_dict.names import Names
 from layerzero.state_dict.preconditions import root_states_of
 from layerzero.step.handle import FlatParamHandle
@@ -302,7 +302,7 @@ class Chunk:
     def forget(self, places: torch.Tensor | slice) -> None:
         """Treat these elements as unknown to receivers."""
         if self.dtype.is_floating_point:
-            bits_of(self.snapshot)[places] = UNKNOWN
+            bits_of(self.snapshot)[places] = scan.UNKNOWN
             return
         if self.unknown is None:
             self.unknown = torch.zeros(self.numel, dtype=torch.bool, device=self.snapshot.device)
@@ -330,13 +330,13 @@ class Chunk:
         room = max(1, min(room, self.numel - start))
         if self.unknown is not None:
             block = slice(start, start + room)
-            new = cast(main[block], self.dtype)
-            is_sent = differs(new, self.snapshot[block]) | self.unknown[block]
+            new = scan.cast(main[block], self.dtype)
+            is_sent = scan.differs(new, self.snapshot[block]) | self.unknown[block]
             places = is_sent.nonzero().view(-1)
             return Found(places + start, new[places], start + room, False)
         indices = torch.empty(room, dtype=torch.int64, device=main.device)
         values = torch.empty(room, dtype=self.dtype, device=main.device)
-        count, end = find_changed(main, self.snapshot, start, indices, values, settles)
+        count, end = scan.find_changed(main, self.snapshot, start, indices, values, settles)
         found = Found(indices[:count], values[:count], end, settles)
         try:
             self._check_finite(main, found.places, found.values)
@@ -349,7 +349,7 @@ class Chunk:
         """The values now of elements [begin, end). Some receiver may get them: those that differ
         from the snapshot become unknown."""
         new = self._cast(self.source.read(), begin, end)
-        found = differs(new, self.snapshot[begin:end])
+        found = scan.differs(new, self.snapshot[begin:end])
         self.forget(found.nonzero().view(-1) + begin)
         return new
 
@@ -357,7 +357,7 @@ class Chunk:
         """What receivers have at `places`: values; None where some of it is unknown."""
         values = self.snapshot[places]
         if self.dtype.is_floating_point:
-            return None if (bits_of(values) == UNKNOWN).any() else values
+            return None if (bits_of(values) == scan.UNKNOWN).any() else values
         return values if self.unknown is None else None
 
     def cut(self, found: Found) -> Iterator[tuple[Piece, int, int]]:
@@ -373,7 +373,7 @@ class Chunk:
                 yield piece, begin, end
 
     def _cast(self, main: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        new = cast(main[begin:end], self.dtype)
+        new = scan.cast(main[begin:end], self.dtype)
         self._check_finite(main, None, new, begin)
         return new
 
@@ -384,7 +384,7 @@ class Chunk:
         on."""
         if main.dtype == self.dtype or not self.dtype.is_floating_point or not values.numel():
             return
-        if bits_of(values.abs()).amax() < infinity_bits(self.dtype):
+        if bits_of(values.abs()).amax() < scan.infinity_bits(self.dtype):
             return  # By far the fastest test, and true of almost all weights.
         infinite = values.isinf().nonzero().view(-1)
         if not infinite.numel():

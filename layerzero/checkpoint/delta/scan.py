@@ -5,7 +5,7 @@
     indices          1             3
     values           0.52          0.70
 
-The reference here runs where the library built from csrc/ has no kernel (schema.py).
+`find_changed_` runs where the library built from csrc/ has no kernel (ops/schema.py).
 
 Note [One NaN]
     Every NaN that a cast makes has the same bits (`nan_bits`): torch's casts leave other NaNs in
@@ -20,21 +20,13 @@ import functools
 
 import torch
 
-from layerzero.ops.reference import DTYPES
-from layerzero.ops.schema import LIBRARY
+from layerzero.ops.reference import DTYPES, bits_of
+from layerzero.ops.schema import use_everywhere
 
 UNKNOWN = -2
 """Bits, as a signed integer, of a floating-point snapshot that equals no value."""
 _BLOCK = 1 << 20
 """Elements that plain torch compares at once: it bounds the memory of the intermediate results."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's elements as integers: [numel], or [numel, 2] for complex128."""
-    if tensor.element_size() == 16:
-        return torch.view_as_real(tensor).view(torch.int64)
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -98,10 +90,10 @@ def find_changed(
             indices, values, main, snapshot, start, update, nan_bits(snapshot.dtype)
         )
         return found
-    return _find_changed(indices, values, main, snapshot, start, update)
+    return find_changed_(indices, values, main, snapshot, start, update)
 
 
-def _find_changed(
+def find_changed_(
     indices: torch.Tensor,
     values: torch.Tensor,
     main: torch.Tensor,
@@ -128,8 +120,4 @@ def _find_changed(
     return count, stop
 
 
-LIBRARY.define(
-    "find_changed_(Tensor(a!) indices, Tensor(b!) values, Tensor main, Tensor(c!) snapshot,"
-    " int start, bool update=False, int nan=0) -> (int, int)"
-)
-LIBRARY.impl("find_changed_", _find_changed, "CompositeExplicitAutograd")
+use_everywhere(find_changed_)

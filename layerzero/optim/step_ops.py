@@ -1,4 +1,4 @@
-"""`flat_step_` and `sum_squares_` in plain torch: their definition, to the bit.
+"""`flat_step_` in plain torch, which defines it to the bit; and its call.
 
 One call is one step of AdamW for flat parameters: unscale and clip the gradient, update the
 states and the parameter. `table` has a row for each range of elements
@@ -14,7 +14,6 @@ place in its whole parameter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,9 +21,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
+from layerzero.ops import note_written
 from layerzero.ops.reference import compute_dtype
+from layerzero.ops.schema import use_everywhere
 
 COLUMNS = 8
 MAIN, GRAD, STATE, NUMEL, ROW, INDEX, KEY, BLOCK = range(COLUMNS)
@@ -32,7 +32,6 @@ ROW_COLUMNS = 11
 SIGN, FLAG, STEP = 8, 9, 10
 QUANT_NUMEL = 256
 """Elements of a whole parameter that share a scale, if states have 8 bits."""
-_LANES, _CHUNK = 16, 4096
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 _Tensors = list[torch.Tensor]
 
@@ -72,8 +71,25 @@ def split_steps(given: Sequence[Any]) -> tuple[list[StepTensors], Sequence[Any]]
     return steps, given[len(StepTensors._fields) :]
 
 
+def run_steps(steps: Sequence[StepTensors], grad_scale: float = 1.0, seed: int = 0) -> None:
+    """One step of AdamW for ranges of flat parameters, in one pass over their memory; on a GPU, in
+    one launch for up to 32 of them whose dtypes are the same.
+
+    Each gradient is divided by `grad_scale`, multiplied by `factor`, and updates the states and
+    the parameter. `flat_step_` below defines the bits. No autograd; does not block the host.
+
+    Args:
+        steps: tensors of each flat parameter, all on one device, with one `factor`.
+        seed: of the random bits that round smaller states.
+    """
+    joined = join_steps(steps)
+    torch.ops.layerzero.flat_step_.default(*joined, grad_scale, seed)
+    for tensors in steps:
+        note_written(tensors.main)
+
+
 def flat_step_(*arguments: Any) -> None:
-    """See `layerzero.ops.flat_step_`; arguments as the schema has them."""
+    """See `run_steps`; arguments as the schema has them."""
     steps, (grad_scale, seed) = split_steps(arguments)
     for tensors in steps:
         _step(tensors, grad_scale, seed)
@@ -155,16 +171,6 @@ def load_codes(
 
 def _state_part(row: list[int]) -> slice:
     return slice(row[STATE], row[STATE] + row[NUMEL])
-
-
-def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
-    """See `layerzero.ops.sum_squares`."""
-    square = x.detach().reshape(-1).to(torch.float64).square()
-    padded = nn.functional.pad(square, (0, -square.numel() % _CHUNK))
-    # Each sum in order: of a chunk's rows, of its lanes, of the chunks.
-    lanes = functools.reduce(torch.add, padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1))
-    chunks = functools.reduce(torch.add, lanes.unbind(1))
-    out.fill_(functools.reduce(torch.add, chunks.unbind(), out.new_zeros(())))
 
 
 @dataclass(frozen=True)
@@ -302,3 +308,6 @@ def quantize(
     if signed:
         code |= torch.where(values.signbit(), 0x80, 0)
     return code.to(torch.uint8)
+
+
+use_everywhere(flat_step_)
