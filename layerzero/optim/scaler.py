@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from layerzero.notices import warn_once
 from layerzero.optim import attach
 from layerzero.optim.adamw import AdamW
 from layerzero.optim.steps import models_of
+from layerzero.step.root import RootState
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -92,10 +93,9 @@ class GradScaler(torch.amp.GradScaler):
         for _ in models_of(optimizer, lambda root: root.join is not None):
             refuse_scaler(optimizer)
         found_inf = found_inf.to(self._scale.device)
-        for root in models_of(optimizer, lambda root: root.reducer.kept.is_skipping):
+        if any(models_of(optimizer, _is_skipping)):
             # An overflow that `on_nonfinite="skip"` has found: no gradient is left to show it.
             found_inf = torch.ones_like(found_inf)
-            root.reducer.kept.give_up()
         self._num_agreements += 1
         groups = make_shard_groups(self._process_group, found_inf.device, self._timeout)
         infos = (get_info(each) for group in optimizer.param_groups for each in group["params"])
@@ -108,14 +108,18 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step unless any rank found an infinity or NaN. Collective if it has to unscale."""
-        if not self.is_enabled() or isinstance(optimizer, AdamW):
+        if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
+        unscales = isinstance(optimizer, AdamW)
         stage = self._per_optimizer_states[id(optimizer)]["stage"]
-        if stage is torch.amp.grad_scaler.OptState.READY:
+        if stage is torch.amp.grad_scaler.OptState.READY and not unscales:
             # Optimizers that unscale themselves would check only this rank's shards.
             self.unscale_(optimizer)
-        with self._scale_beside_gradients(optimizer):
-            return super().step(optimizer, *args, **kwargs)
+        with nullcontext() if unscales else self._scale_beside_gradients(optimizer):
+            result = super().step(optimizer, *args, **kwargs)
+        for root in models_of(optimizer, _is_skipping):  # The optimizer was not called, to end it.
+            root.reducer.kept.give_up()
+        return result
 
     @contextmanager
     def _scale_beside_gradients(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -129,6 +133,10 @@ class GradScaler(torch.amp.GradScaler):
             yield
         finally:
             self._scale = scale
+
+
+def _is_skipping(root: RootState) -> bool:
+    return root.reducer.kept.is_skipping
 
 
 def refuse_scaler(optimizer: torch.optim.Optimizer) -> NoReturn:

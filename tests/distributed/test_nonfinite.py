@@ -138,9 +138,11 @@ def _scales() -> None:
         is_last = dist.get_rank() == dist.get_world_size() - 1
         loss = model(own_batch(number)).square().sum() * (factor if is_last else 1.0)
         scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 100.0)
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
         assert scaler.get_scale() == (4.0 if number == 0 else 2.0)
         assert all(map(torch.equal, before, model.parameters())) == (number == 1)
         before = [parameter.detach().clone() for parameter in model.parameters()]
