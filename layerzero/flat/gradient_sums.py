@@ -30,14 +30,12 @@ class _Earlier(NamedTuple):
 
     area: Buffer | None
     """The area that holds the unsharded sum, if any."""
-    holds_sum: bool
-    local: dict[int, torch.Tensor]
     shard_sum: torch.Tensor | None
     host_sum: torch.Tensor | None
     present: set[int]
 
 
-_NOTHING = _Earlier(None, False, {}, None, None, set())
+_NOTHING = _Earlier(None, None, None, set())
 
 
 class GradientSums(GradientBuffer):
@@ -155,7 +153,7 @@ class GradientSums(GradientBuffer):
     def keep(self) -> None:
         """Keep the sums of a complete pass, and drop earlier ones."""
         self._pending = ()
-        area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
+        area = self._sum if self.holds_sum else None
         former = self._earlier.area
         if former is not None and former is not self._sum:
             former.free()
@@ -164,9 +162,7 @@ class GradientSums(GradientBuffer):
                 # What was sent was the copy. Each area serves alike in every step, at its address.
                 self._spare, self._sum = self._sum, former
         if self.is_waiting:
-            sums = self.shard_sum, self.host_sum
-            local, present = dict(self._local), set(self.present)
-            self._earlier = _Earlier(area, self.holds_sum, local, *sums, present)
+            self._earlier = _Earlier(area, self.shard_sum, self.host_sum, set(self.present))
         else:
             self._earlier = _NOTHING
 
@@ -179,15 +175,13 @@ class GradientSums(GradientBuffer):
             self._sum.free()
             if before.area is not None:
                 self._spare, self._sum = self._sum, before.area
-        self.holds_sum, self._local = before.holds_sum, dict(before.local)
+        self.holds_sum = before.area is not None
         self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
         self.present = set(before.present)
 
     def waiting(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(start in the flattened gradient, flat view) of each part of what waits of it."""
         earlier = self._earlier  # Also amid a pass, or after one that has failed.
-        if index in earlier.local:
-            yield 0, earlier.local[index].view(-1)
         area = None if earlier.area is None else earlier.area.tensor
         for flat in filter(torch.is_tensor, (area, earlier.shard_sum, earlier.host_sum)):
             for run in self._runs_in(flat, self.layout):
@@ -206,7 +200,6 @@ class GradientSums(GradientBuffer):
     def drop_waiting(self, index: int) -> None:
         for _, part in self.waiting(index):
             part.zero_()
-        self._local.pop(index, None)
         self.present.discard(index)
         self.keep()
 

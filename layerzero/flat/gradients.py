@@ -44,7 +44,7 @@ class GradientBuffer:
     present: set[int]
     """Indices of parameters that had a gradient on this rank since the last reduction."""
     holds_sum = False
-    """Whether unsharded gradients wait on the device (in a group of one rank: in `_local`)."""
+    """Whether unsharded gradients wait on the device."""
     sums_on: HostMemory | None
     """Host memory for gradients that wait between micro-batches; None: they stay on the device."""
     host_sum: torch.Tensor | None = None
@@ -85,7 +85,6 @@ class GradientBuffer:
         self._sharded_params = sharded_params
         self._are_shaped = any(each.ndim > 1 for each in sharded_params)
         self.sums_on = sums_on
-        self._local: dict[int, torch.Tensor] = {}
         self.present = set()
         self.set_trainable(range(len(shapes)))
 
@@ -208,9 +207,6 @@ class GradientBuffer:
                 it ends in `buffer`, ready to be sent.
             in_reduce_dtype: against Note [Gradients travel as they were computed].
         """
-        if self._placement.num_ranks == 1:
-            self._collect_local(unsharded_params)
-            return
         gradients = self._take(unsharded_params)
         in_sum = self.holds_sum or keep_accumulating or (in_reduce_dtype and self.sum_is_buffer)
         if self.holds_sum:
@@ -252,17 +248,6 @@ class GradientBuffer:
                 gradients[place] = split.localize(gradients[place], info_of(sharded).fqn)
         return gradients
 
-    def _collect_local(self, unsharded_params: Sequence[nn.Parameter]) -> None:
-        # With one rank nothing is sent, so gradients need no buffer.
-        for index, gradient in zip(
-            self.layout.trainable, self._take(unsharded_params), strict=True
-        ):
-            if gradient is not MISSING:
-                gradient = gradient.to(self.dtype)
-                waiting = self._local.get(index)
-                self._local[index] = gradient if waiting is None else waiting + gradient
-        self.holds_sum = True
-
     def free_buffer(self) -> None:
         """Free the reduction's input. May be called from another thread, and twice."""
         self._sent.free()
@@ -277,23 +262,17 @@ class GradientBuffer:
     def release(self) -> None:
         """Free what a reduction has read; forget the sum sent, which `undo` restores."""
         self.release_buffer()
-        self._local.clear()
         self.shard_sum = self.host_sum = None
         self.present = set()
 
     def parts(
-        self,
-        chunk: torch.Tensor | None,
-        present: set[int],
-        scale: float,
-        plain: list[Gradient],
+        self, chunk: torch.Tensor, present: set[int], plain: list[Gradient]
     ) -> list[Gradient]:
         """Split off this rank's parts of the reduced gradients, in the sharded parameters' dtype.
 
         Args:
-            chunk: [chunk_numel], any floating dtype; None in a group of one rank.
+            chunk: [chunk_numel], any floating dtype.
             present: parameters that had a gradient on any rank; there are no parts of others.
-            scale: applied only in a group of one rank, where no reduction ran and scaled.
             plain: gets the parts of parameters without hooks.
 
         Returns:
@@ -301,7 +280,7 @@ class GradientBuffer:
             `accumulate_with_hooks`.
         """
         hooked: list[tuple[int, torch.Tensor]] = []
-        for index, gradient in self.pieces(chunk, scale):
+        for index, gradient in self.pieces(chunk):
             if index < 0 or index not in present:
                 continue
             sharded = self._sharded_params[index]
@@ -321,28 +300,19 @@ class GradientBuffer:
         """(index, 1-D view of its part) of each parameter in a reduced chunk; index -1: a gap."""
         return zip(self._split_indices, chunk.split_with_sizes(self._split_sizes), strict=True)
 
-    def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
+    def reduced(self, chunk: torch.Tensor) -> torch.Tensor:
         """The values of `pieces`, not split; rounded like these where that may overflow."""
         dtype = self._sharded_params[0].dtype
-        values = [chunk] if chunk is not None else [*self._local.values()]
-        return [each.to(dtype) if each.itemsize > dtype.itemsize else each for each in values]
+        return chunk.to(dtype) if chunk.itemsize > dtype.itemsize else chunk
 
-    def pieces(
-        self, chunk: torch.Tensor | None, scale: float
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the parameter, this rank's part of its gradient, shaped like it); -1: gap."""
-        dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
-        if chunk is not None:
-            if chunk.dtype != dtype:
-                chunk = chunk.to(dtype)
-            if not self._are_shaped:
-                return chain(self.split(chunk), self._empty)
-            first = chunk.storage_offset()
-            starts = [first + start for start in self._starts.values()]
-            views = map(chunk.as_strided, *self._views, starts)
-            return chain(zip(self._starts, views, strict=True), self._empty)
-        return (
-            (index, scaled.reshape(self._sharded_params[index].shape).to(device, dtype))
-            for index, gradient in self._local.items()
-            for scaled in [gradient * scale if scale != 1.0 else gradient]
-        )
+        dtype = self._sharded_params[0].dtype
+        if chunk.dtype != dtype:
+            chunk = chunk.to(dtype)
+        if not self._are_shaped:
+            return chain(self.split(chunk), self._empty)
+        first = chunk.storage_offset()
+        starts = [first + start for start in self._starts.values()]
+        views = map(chunk.as_strided, *self._views, starts)
+        return chain(zip(self._starts, views, strict=True), self._empty)

@@ -59,13 +59,13 @@ class NonFinite(Extension):
         """The first parameter of the model whose gradient is not finite on this rank."""
         for reduction in reductions:
             root.streams.wait_on_host(reduction.landed)
-        values = [v for r in reductions for v in r.handle.gradients.reduced(r.chunk)]
+        values = [each.handle.gradients.reduced(each.chunk) for each in reductions]
         if all_finite(values, root.device):
             return None
         bad = {
             reduction.handle.fqns[index]
             for reduction in reductions
-            for index, part in reduction.handle.gradients.pieces(reduction.chunk, 1.0)
+            for index, part in reduction.handle.gradients.pieces(reduction.chunk)
             if index >= 0 and not bool(torch.isfinite(part).all())
         }
         names = (fqn for unit in root.units for handle in unit.handles for fqn in handle.fqns)

@@ -115,8 +115,8 @@ class Agreement:
 
     def scale_to(self, reduction: Reduction, counts: dict[int, int]) -> None:
         """Turn a mean over all ranks into one over so many, for each parameter."""
-        if reduction.unit.options.gradient_scale == 1.0 or reduction.chunk is None:
-            return  # A sum; or one rank alone.
+        if reduction.unit.options.gradient_scale == 1.0:
+            return  # A sum.
         number = reduction.handle.placement.num_averaged
         self._context.streams.wait_on_host(reduction.landed)
         for index, part in reduction.handle.gradients.split(reduction.chunk):
