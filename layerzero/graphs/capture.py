@@ -337,7 +337,7 @@ class Recording(Extension):
         for each in self._root.reducer.undelivered() if self._records else ():
             gradients = each.handle.gradients
             self._tables[id(gradients.segments)] = gradients.segments
-            has_all = each.present.issuperset(gradients.layout.trainable)
+            has_all = each.present.issuperset(gradients.trainable)
             if each.handle.placement.num_ranks > 1 and not has_all:
                 raise RuntimeError(
                     f"{each.unit.label}: a graph cannot contain a backward in which parameters get "

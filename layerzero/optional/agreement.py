@@ -75,9 +75,7 @@ class Agreement:
         for each in self._reducer.undelivered():
             present.setdefault(id(each.handle), set()).update(each.present)
         handles = [handle for unit in units for handle in unit.handles]
-        keys = [
-            (handle, index) for handle in handles for index in handle.gradients.layout.trainable
-        ]
+        keys = [(handle, index) for handle in handles for index in handle.gradients.trainable]
         rest = [unit for unit in units if unit not in reduced]
         flags = [i in present.get(id(h), ()) or _has_gradient(h, i) for h, i in keys]
         columns = self._exchange.counts([*flags, *map(self._has_left, rest)], self.subject)

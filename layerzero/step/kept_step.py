@@ -65,7 +65,7 @@ class KeptStep:
             from layerzero.step.placeholders import WaitingGradient
 
             for handle in (handle for unit in self._waiting_units for handle in unit.handles):
-                for index in handle.gradients.layout.trainable:
+                for index in handle.gradients.trainable:
                     sharded = handle.sharded_params[index]
                     if sharded not in self._waiting:
                         self._waiting[sharded] = WaitingGradient(
@@ -134,8 +134,8 @@ def whole_sums_fit(handles: Iterable[FlatParamHandle], room: int | None) -> bool
     for handle in handles:
         gradients, main_nbytes = handle.gradients, handle.main_shard.nbytes
         kept += main_nbytes + (handle.compute_shard.nbytes if handle.has_compute_shard else 0)
-        if gradients.layout.trainable and handle.placement.sums_in_shards:
+        if gradients.trainable and handle.placement.sums_in_shards:
             kept += 3 * main_nbytes
-            more += gradients.sum.nbytes
-            more -= gradients.sum.nbytes // handle.placement.reduce_groups[0].size
+            more += gradients.sum_nbytes
+            more -= gradients.sum_nbytes // handle.placement.reduce_groups[0].size
     return more <= (kept if room is None else room)

@@ -37,7 +37,7 @@ def reduce_unit(
     reductions = []
     for handle in unit.handles:
         gradients = handle.gradients
-        if not gradients.layout.trainable:
+        if not gradients.trainable:
             continue
         in_shards = sums_sharded and handle.placement.sums_in_shards
         if is_last or in_shards or gradients.sums_on is not None:
@@ -121,10 +121,10 @@ class Reduction:
         dtype = gradients.dtype
         adds_up = in_shards and gradients.is_waiting_after_first_hop
         if adds_up and len(handle.placement.reduce_groups) == 1:
-            dtype = gradients.sum.dtype
+            dtype = gradients.sum_dtype
         elif self.unit.options.deterministic:
             dtype = torch.promote_types(dtype, torch.float32)
-        return torch.empty(gradients.layout.chunk_numel, dtype=dtype, device=gradients.device)
+        return torch.empty(gradients.layout.shard_numel, dtype=dtype, device=gradients.device)
 
     def _start_hops(
         self, stream: CommStream, result: torch.Tensor | None, groups: tuple[ShardGroup, ...]
@@ -148,7 +148,7 @@ class Reduction:
         # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
         if given is not None and len(groups) == 1:
-            copies = copies and given.numel() < gradients.layout.chunk_numel
+            copies = copies and given.numel() < gradients.layout.shard_numel
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
         is_only_hop = is_only_hop and given is None and not context.extensions.reduced
         transport = context.transport
@@ -231,7 +231,7 @@ class Reduction:
             The chunk in the dtype of sums; the complete sum if the reduction is not partial.
         """
         gradients, context = self.handle.gradients, self._context
-        chunk = chunk.to(gradients.sum.dtype)
+        chunk = chunk.to(gradients.sum_dtype)
         ready = stream.record_event()
         with context.streams.offload as offload:
             offload.wait(ready)

@@ -34,7 +34,6 @@ _NAMES = {
     "GradientSums.allocate_buffer": "gradient buffer",
     "GradientBuffer.collect": "gradient buffer",
     "GradientSums._copy_sum": "gradient buffer",
-    "GradientSums._move_sums": "gradient buffer",
     "Arena._add": "arena",
     "GradientSums.add_host_sum_to": "staged sum",
     "GradientSums.add_sharded": "sharded sum",
