@@ -154,7 +154,6 @@ class FlatParam:
                 self._shard_ranges[index],
                 self.splits[index],
                 self.layout,
-                describes_place=row_multiple is not None,
             )
             for index, original in enumerate(originals)
         ]

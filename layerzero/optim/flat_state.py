@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.flat.parameter_info import get_info
 from layerzero.ops import flat_step_, step_reference
 from layerzero.ops.step_reference import StepTensors
+from layerzero.optim.huge_pages import prefer_huge_pages
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
 
