@@ -83,7 +83,6 @@ class GradientBuffer:
         is_narrow = on_gloo and dtype == torch.float32 and computed_dtype.itemsize == 2
         self._sent_dtype = computed_dtype if is_narrow else dtype
         self._sharded_params = sharded_params
-        self._are_shaped = any(each.ndim > 1 for each in sharded_params)
         self.sums_on = sums_on
         self.present = set()
         self._splits = [
@@ -94,7 +93,8 @@ class GradientBuffer:
         pairs = enumerate(zip(layout.starts, layout.numels, strict=True))
         rows = ((index, 0, start, numel) for index, (start, numel) in pairs)
         self.segments = Segments.build(rows, layout.padded_numel)
-        self._split_sizes, self._split_indices = self._plan_split()
+        ranges = layout.shard_ranges(placement.main_shard_index)
+        self._starts = {owned.param: owned.offset for owned in ranges if owned.numel}
         shards = [sharded_params[index] for index in self._starts]
         self._views = [each.shape for each in shards], [each.stride() for each in shards]
         # A tensor made in inference mode could not be written in place outside it.
@@ -121,23 +121,6 @@ class GradientBuffer:
         area = self._make_buffer(flat)
         area.free()
         return area
-
-    def _plan_split(self) -> tuple[list[int], list[int]]:
-        """Sizes of the gradients and gaps in this rank's chunk; parameter of each, -1: a gap."""
-        sizes, indices, end = [], [], 0
-        numel = self.layout.shard_numel
-        own = [*self.layout.runs_in(self._placement.main_shard_index * numel, numel)]
-        self._starts = {owned.param: owned.offset for owned in own}
-        for owned in own:
-            if owned.offset > end:
-                sizes.append(owned.offset - end)
-                indices.append(-1)
-            sizes.append(owned.numel)
-            indices.append(owned.param)
-            end = owned.offset + owned.numel
-        sizes.append(numel - end)
-        indices.append(-1)
-        return sizes, indices
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -266,8 +249,9 @@ class GradientBuffer:
             `accumulate_with_hooks`.
         """
         hooked: list[tuple[int, torch.Tensor]] = []
-        for index, gradient in self.pieces(chunk):
-            if index < 0 or index not in present:
+        dtype = self._sharded_params[0].dtype
+        for index, gradient in self.pieces(chunk if chunk.dtype == dtype else chunk.to(dtype)):
+            if index not in present:
                 continue
             sharded = self._sharded_params[index]
             if (
@@ -282,22 +266,13 @@ class GradientBuffer:
             hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
-    def split(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index, 1-D view of its part) of each parameter in a reduced chunk; index -1: a gap."""
-        return zip(self._split_indices, chunk.split_with_sizes(self._split_sizes), strict=True)
-
     def reduced(self, chunk: torch.Tensor) -> torch.Tensor:
-        """The values of `pieces`, not split; rounded like these where that may overflow."""
+        """The values of all `pieces`, rounded to the dtype of `.grad` where that may overflow."""
         dtype = self._sharded_params[0].dtype
         return chunk.to(dtype) if chunk.itemsize > dtype.itemsize else chunk
 
     def pieces(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the parameter, this rank's part of its gradient, shaped like it); -1: gap."""
-        dtype = self._sharded_params[0].dtype
-        if chunk.dtype != dtype:
-            chunk = chunk.to(dtype)
-        if not self._are_shaped:
-            return chain(self.split(chunk), self._empty)
+        """(index of the parameter, view of this rank's part of its gradient, shaped like it)."""
         first = chunk.storage_offset()
         starts = [first + start for start in self._starts.values()]
         views = map(chunk.as_strided, *self._views, starts)

@@ -64,9 +64,9 @@ class NonFinite(Extension):
             return None
         bad = {
             reduction.handle.fqns[index]
-            for reduction in reductions
-            for index, part in reduction.handle.gradients.pieces(reduction.chunk)
-            if index >= 0 and not bool(torch.isfinite(part).all())
+            for reduction, value in zip(reductions, values, strict=True)
+            for index, part in reduction.handle.gradients.pieces(value)
+            if not bool(torch.isfinite(part).all())
         }
         names = (fqn for unit in root.units for handle in unit.handles for fqn in handle.fqns)
         return next((fqn for fqn in names if fqn in bad), None)

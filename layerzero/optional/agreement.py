@@ -117,7 +117,7 @@ class Agreement:
             return  # A sum.
         number = reduction.handle.placement.num_averaged
         self._context.streams.wait_on_host(reduction.landed)
-        for index, part in reduction.handle.gradients.split(reduction.chunk):
+        for index, part in reduction.handle.gradients.pieces(reduction.chunk):
             if counts.get(index, 0) not in (0, number):
                 part.mul_(number / counts[index])
 
