@@ -15,6 +15,7 @@ Note [A pass adds only when it is complete]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from layerzero.flat.buffer import Buffer
 from layerzero.flat.gradients import MISSING, GradientBuffer
 from layerzero.flat.layout import ShardRange
 from layerzero.flat.parameter_info import info_of
+from layerzero.ops import pack_
 
 
 class _Earlier(NamedTuple):
@@ -57,14 +59,16 @@ class GradientSums(GradientBuffer):
         return self.layout.runs_in(piece * flat.numel(), flat.numel())
 
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
-        if self._sum is self._earlier.area:
-            if keep_accumulating:
-                self._pending = [*self._pending, gradients]
-                return
-            self._copy_sum()
-        targets, sources = self._pairs(gradients)
-        if targets:
-            torch._foreach_add_(targets, sources)
+        former = self._sum
+        if former is self._earlier.area and keep_accumulating:
+            self._pending = [*self._pending, gradients]
+            return
+        self._sum, self._spare = self._spare or self.area(self.sum_dtype), None
+        self._sum.allocate()
+        pack_(self._sum.tensor, gradients, self.segments).add_(former.tensor)
+        if former is not self._earlier.area:
+            former.free()
+            self._spare = former
         if not keep_accumulating and not self.sum_is_buffer:
             self.allocate_buffer()
             self.fill_buffer()
@@ -81,30 +85,16 @@ class GradientSums(GradientBuffer):
         if not self.sum_is_buffer:
             self._outgoing.allocate()
 
-    def _pairs(
-        self, gradients: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        targets, sources, area = [], [], self._sum
-        for index, gradient in enumerate(gradients):
-            if gradient is not MISSING:
-                start, numel = self.layout.starts[index], self.layout.numels[index]
-                targets.append(area.tensor[start : start + numel].view(self._shapes[index]))
-                sources.append(gradient)
-        return targets, sources
-
-    def _copy_sum(self) -> None:
-        """Copy the sum; the pass adds to the copy."""
-        total, self._spare = self._spare, None
-        if total is None:
-            total = self.area(self.sum_dtype)
-        total.allocate()
-        total.tensor.copy_(self._sum.tensor)
-        self._sum = total
-
     def pending_additions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parts of the sum, and the gradients to add to them before `keep`."""
-        pairs = [self._pairs(gradients) for gradients in self._pending]
-        return [t for targets, _ in pairs for t in targets], [s for _, own in pairs for s in own]
+        targets, sources = [], []
+        for index, gradient in chain.from_iterable(map(enumerate, self._pending)):
+            if gradient is not MISSING:
+                start, numel = self.layout.starts[index], self.layout.numels[index]
+                part = self._sum.tensor[start : start + numel]
+                targets.append(part.view(self._shapes[index]))
+                sources.append(gradient)
+        return targets, sources
 
     def keep(self) -> None:
         """Keep the sums of a complete pass, and drop earlier ones."""

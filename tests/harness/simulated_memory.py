@@ -33,7 +33,7 @@ _NAMES = {
     "FlatParam.write_compute_slice": "staged main shard",
     "GradientSums.allocate_buffer": "gradient buffer",
     "GradientBuffer.collect": "gradient buffer",
-    "GradientSums._copy_sum": "gradient buffer",
+    "GradientSums.add_to_sum": "gradient buffer",
     "Arena._add": "arena",
     "GradientSums.add_host_sum_to": "staged sum",
     "GradientSums.add_sharded": "sharded sum",
