@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -516,6 +517,10 @@ def shard_in_place(
 
         shared_with = models_that_share(module, plan.units, arguments)
     topology = agree_on_topology(plan, arguments)
+    if not arguments.sync_module_states:
+        from layerzero.verify.start_values import StartValues
+
+        plan = replace(plan, features=[*plan.features, StartValues(plan.device)])
     root = build(plan, topology, arguments, module_state.install)
     if arguments.verify is not None:
         from layerzero.verify.verifier import Verifier
