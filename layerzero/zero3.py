@@ -579,6 +579,10 @@ def find_features(
     Raises:
         ValueError, TypeError, NotImplementedError: an argument of a feature is wrong.
     """
+    if given.memory_budget is not None:
+        from layerzero.memory_budget.learner import refuse_what_it_chooses
+
+        refuse_what_it_chooses(given)
     found: list[Feature] = []
     if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
         from layerzero.experts.units import Experts

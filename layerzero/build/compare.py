@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from layerzero.build.arguments import Arguments
 from layerzero.build.materialize import Materializer
-from layerzero.build.plan import WrapPlan, ranks_of
+from layerzero.build.plan import WrapPlan
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_texts
 from layerzero.comm.pending import Operation
@@ -121,8 +121,12 @@ def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
     names = {id(visit.module): visit.fqn for visit in plan.visits}
     mesh = plan.mesh
     rows: dict[str, Sequence[str]] = {
-        "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"],
-        "experts": list(_experts(plan)),
+        "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"]
+    }
+    for feature in plan.features:
+        rows.update(feature.compared())
+    return {
+        **rows,
         "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
         "arguments": list(_arguments(plan, given, num_inner)),
         # Those of units wrapped before were compared then.
@@ -131,22 +135,6 @@ def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
         "modules": list(_modules(plan)),
         "buffers": list(_buffers(plan)),
     }
-    for feature in plan.features:
-        rows.update(feature.compared())
-    return rows
-
-
-def _experts(plan: WrapPlan) -> Iterator[str]:
-    """A row for each unit, if any is an expert. With units of unequal sizes, ranks would prefetch
-    different numbers of all-gathers ahead."""
-    numbers: dict[tuple[int, ...], int] = {}
-    for index, unit in enumerate(plan.units if plan.groups else ()):
-        group = plan.groups.get(id(unit))
-        sizes = [local_of(original.parameter).numel() for original in unit.originals]
-        is_expert = "no expert"
-        if group is not None:
-            is_expert = f"an expert of group {numbers.setdefault(ranks_of(group), len(numbers))}"
-        yield f"unit {index}, {is_expert}, of {sizes} elements"
 
 
 _ALIKE = (
