@@ -516,6 +516,8 @@ def shard_in_place(
         from layerzero.shared_parts import models_that_share
 
         shared_with = models_that_share(module, plan.units, arguments)
+    from layerzero.state_dict.awaited_values import AwaitedValues
+
     topology = agree_on_topology(plan, arguments)
     if not arguments.sync_module_states:
         from layerzero.verify.start_values import StartValues
@@ -540,6 +542,7 @@ def shard_in_place(
         from layerzero.graphs.arena import Arena
 
         root.extensions.add(Arena(root))
+    root.extensions.add(AwaitedValues(root.units, root.device))
     guards.install(root)
     if not sys.modules.keys().isdisjoint(_LIBRARIES):
         from layerzero.state_dict import foreign_methods
