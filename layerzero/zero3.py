@@ -516,6 +516,7 @@ def shard_in_place(
         from layerzero.shared_parts import models_that_share
 
         shared_with = models_that_share(module, plan.units, arguments)
+    from layerzero.optim.waiting_gradients import WaitingGradient
     from layerzero.state_dict.awaited_values import AwaitedValues
 
     topology = agree_on_topology(plan, arguments)
@@ -543,6 +544,7 @@ def shard_in_place(
 
         root.extensions.add(Arena(root))
     root.extensions.add(AwaitedValues(root.units, root.device))
+    root.reducer.kept.make_stand_in = WaitingGradient
     guards.install(root)
     if not sys.modules.keys().isdisjoint(_LIBRARIES):
         from layerzero.state_dict import foreign_methods
