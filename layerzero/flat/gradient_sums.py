@@ -23,7 +23,6 @@ import torch
 from layerzero.flat.buffer import Buffer
 from layerzero.flat.gradients import MISSING, GradientBuffer
 from layerzero.flat.layout import ShardRange
-from layerzero.flat.parameter_info import info_of
 from layerzero.ops import pack_
 
 
@@ -133,15 +132,6 @@ class GradientSums(GradientBuffer):
             for run in self._runs_in(flat):
                 if run.param == index:
                     yield run.start, flat[run.offset : run.offset + run.numel]
-
-    def add_waiting_to(self, own: torch.Tensor, index: int) -> None:
-        """Add this rank's part of what waits of a parameter to `own`, its shard's gradient."""
-        begin, end = info_of(self._sharded_params[index]).range
-        for start, part in self.waiting(index):
-            first, last = max(start, begin), min(start + part.numel(), end)
-            if first < last:
-                target = own.view(-1)[first - begin : last - begin]
-                target.add_(part[first - start : last - start].to(own.device))
 
     def drop_waiting(self, index: int) -> None:
         for _, part in self.waiting(index):

@@ -26,8 +26,8 @@ class KeptStep:
     adds_up = False
     """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
     make_stand_in: Callable[..., Any] | None = None
-    """Makes what `.grad` shows of a parameter's sum, from its shard, the `GradientSums`, its index
-    there, and the streams; None: `.grad` shows nothing."""
+    """Makes what `.grad` shows of the sum of a sharded parameter, from that, the `GradientSums`,
+    its index there, and the streams; None: `.grad` shows nothing."""
     _waiting_units: Sequence[Unit] = ()
     _is_stepping = False
     """Whether an optimizer steps, for which it was hidden."""
@@ -67,7 +67,7 @@ class KeptStep:
                     sharded = handle.sharded_params[index]
                     if sharded not in self._waiting:
                         self._waiting[sharded] = self.make_stand_in(
-                            sharded.detach(), handle.gradients, index, self._streams
+                            sharded, handle.gradients, index, self._streams
                         )
                     self._put(sharded, self._waiting[sharded].stand_before(sharded.grad))
 
