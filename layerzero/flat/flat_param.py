@@ -355,10 +355,6 @@ class FlatParam:
             source.copy_(self.main_shard, non_blocking=True)
         self.compute_slice.copy_(source, non_blocking=True)
 
-    def trainable(self) -> list[int]:
-        """Indices of the parameters that require grad now."""
-        return [i for i, unsharded in enumerate(self.unsharded_params) if unsharded.requires_grad]
-
 
 _Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]
 """A slot, its sharded and its unsharded parameter. Not named: such a tuple unpacks slowly."""

@@ -266,11 +266,6 @@ class GradientBuffer:
             hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
-    def reduced(self, chunk: torch.Tensor) -> torch.Tensor:
-        """The values of all `pieces`, rounded to the dtype of `.grad` where that may overflow."""
-        dtype = self._sharded_params[0].dtype
-        return chunk.to(dtype) if chunk.itemsize > dtype.itemsize else chunk
-
     def pieces(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the parameter, view of this rank's part of its gradient, shaped like it)."""
         first = chunk.storage_offset()

@@ -57,9 +57,12 @@ class NonFinite(Extension):
     @staticmethod
     def _first_bad(root: RootState, reductions: Sequence[Reduction]) -> str | None:
         """The first parameter of the model whose gradient is not finite on this rank."""
+        values = []
         for reduction in reductions:
             root.streams.wait_on_host(reduction.landed)
-        values = [each.handle.gradients.reduced(each.chunk) for each in reductions]
+            chunk, dtype = reduction.chunk, reduction.handle.main_shard.dtype
+            # Rounded to the dtype of `.grad`, where that may overflow.
+            values.append(chunk.to(dtype) if chunk.itemsize > dtype.itemsize else chunk)
         if all_finite(values, root.device):
             return None
         bad = {

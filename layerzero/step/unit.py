@@ -471,11 +471,12 @@ class Unit:
         adds_up = root is not None and root.reducer.kept.adds_up
         self._has_followed = True
         for handle in self.handles:
-            trainable, former = set(handle.trainable()), handle.gradients.trainable
-            if adds_up and not trainable.issuperset(former):
-                trainable.update(former)
-                self._has_followed = False  # Once they are reduced, without those.
-            handle.gradients.trainable = tuple(sorted(trainable))
+            former = handle.gradients.trainable if adds_up else ()
+            leaves = enumerate(handle.unsharded_params)
+            now = {index for index, each in leaves if each.requires_grad}
+            # If not: once those are reduced, without them.
+            self._has_followed = self._has_followed and now.issuperset(former)
+            handle.gradients.trainable = tuple(sorted(now.union(former)))
         self.is_trainable = any(h.gradients.trainable for h in self.handles)
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
