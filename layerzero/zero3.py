@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -515,7 +516,14 @@ def shard_in_place(
         from layerzero.shared_parts import models_that_share
 
         shared_with = models_that_share(module, plan.units, arguments)
+    from layerzero.optim.waiting_gradients import WaitingGradient
+    from layerzero.state_dict.awaited_values import AwaitedValues
+
     topology = agree_on_topology(plan, arguments)
+    if not arguments.sync_module_states:
+        from layerzero.verify.start_values import StartValues
+
+        plan = replace(plan, features=[*plan.features, StartValues(plan.device)])
     root = build(plan, topology, arguments, module_state.install)
     if arguments.verify is not None:
         from layerzero.verify.verifier import Verifier
@@ -535,6 +543,8 @@ def shard_in_place(
         from layerzero.graphs.arena import Arena
 
         root.extensions.add(Arena(root))
+    root.extensions.add(AwaitedValues(root.units, root.device))
+    root.reducer.kept.make_stand_in = WaitingGradient
     guards.install(root)
     if not sys.modules.keys().isdisjoint(_LIBRARIES):
         from layerzero.state_dict import foreign_methods
@@ -574,6 +584,10 @@ def find_features(
     Raises:
         ValueError, TypeError, NotImplementedError: an argument of a feature is wrong.
     """
+    if given.memory_budget is not None:
+        from layerzero.memory_budget.learner import refuse_what_it_chooses
+
+        refuse_what_it_chooses(given)
     found: list[Feature] = []
     if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
         from layerzero.experts.units import Experts

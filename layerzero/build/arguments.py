@@ -183,16 +183,6 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-_CHOSEN_FOR_A_BUDGET = {
-    "arena": False,  # It keeps the memory of orders that a budget has changed.
-    "reshard_after_forward": True,
-    "forward_prefetch": True,
-    "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
-    "limit_all_gathers": True,
-}
-"""Arguments in whose place a memory budget chooses, and their defaults."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The checked arguments of `ZeRO3`, which documents them."""
@@ -323,10 +313,4 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
             )
     ours["reduction"] = ours["reduction"] or ReductionPolicy()
     ours["row_multiple"] = ours["layout"]
-    chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if ours[name] != value]
-    if ours["memory_budget"] is not None and chosen:
-        raise ValueError(
-            "memory_budget: chooses what stays full and what is prefetched; leave out "
-            + ", ".join(chosen)
-        )
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})

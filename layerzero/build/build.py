@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.build.arguments import Arguments
-from layerzero.build.compare import WAITS, Digests, settle
+from layerzero.build.compare import settle
 from layerzero.build.materialize import Materializer
 from layerzero.build.plan import WrapPlan
 from layerzero.build.topology import Topology
@@ -22,7 +22,6 @@ from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
-from layerzero.notices import warn_once
 from layerzero.step import hooks, methods, module_guards
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
@@ -43,16 +42,13 @@ def build(
         Exception: a meta tensor could not be initialised; every rank raises (`settle`).
     """
     materializer = Materializer(plan.device, given.param_init_fn)
-    digests = Digests(plan.device, is_needed=not given.sync_module_states)
-    builder = Builder(plan, topology, given, materializer, digests, finish)
+    builder = Builder(plan, topology, given, materializer, finish)
     units = builder.build_units()
-    told = settle(materializer, digests, topology.placement, plan.device)
+    waits = settle(materializer, topology.placement, plan.device)
     new = [unit for unit, made in zip(units, plan.units, strict=True) if made.existing is None]
     for unit in new:  # Of ranks with values, too: the check of the first forward is collective.
-        unit.awaits_values = unit.was_built_empty = told == WAITS
+        unit.awaits_values = unit.was_built_empty = waits
         unit.awaited_buffers = tuple(materializer.awaited) if unit is new[0] else ()
-    if told not in (None, WAITS):
-        warn_once(told, is_first=topology.placement.is_first)
     root = builder.join(units, RootState)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
     for feature in plan.features:
@@ -68,7 +64,6 @@ class Builder:
     topology: Topology
     given: Arguments
     materializer: Materializer
-    digests: Digests
     finish: Callable[[Unit], None]
 
     def join(self, units: list[Unit], make_root: Callable[..., RootState]) -> RootState:
@@ -133,7 +128,7 @@ class Builder:
         for name, buffer in visit.module._buffers.items():
             if buffer is not None:
                 label = f"buffer '{visit.fqn}.{name}'" if visit.fqn else f"buffer {name!r}"
-                self.digests.note(label, buffer, placement)
+                self._note_value(label, buffer, placement)
 
     def _finish(self, plan: UnitPlan) -> Unit:
         if plan.existing is not None:
@@ -153,7 +148,7 @@ class Builder:
             if self.given.sync_module_states:
                 original.value = original.value.to(device)
                 self._broadcast(original.value, f"parameter {original.fqn}", placement)
-            self.digests.note(f"parameter {original.fqn!r}", original.value, placement)
+            self._note_value(f"parameter {original.fqn!r}", original.value, placement)
             compute_dtype = arguments.compute_dtype(original)
             # One flat parameter for each kind: its elements have one dtype, compute dtype and
             # requires_grad.
@@ -212,6 +207,10 @@ class Builder:
         for original in plan.originals:
             del original.parameter, original.value
         return unit
+
+    def _note_value(self, label: str, value: torch.Tensor, placement: Placement) -> None:
+        for feature in self.plan.features:
+            feature.has_value(label, value, placement)
 
     def _copy_over_mesh(self, visit: Visit, name: str) -> None:
         """Broadcast a new parameter along the tensor-parallel axes that it is replicated on.

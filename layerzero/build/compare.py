@@ -1,14 +1,9 @@
-"""Compares ranks: what they are about to build, and then the values that they start with.
+"""Compares ranks: what they are about to build, and then whether all could.
 
 Note [Outline]
     All that must be the same on every rank of a model is text, of which ranks exchange a hash. Only
     if hashes differ, the first rank's text is sent, and each rank names its first difference. What
     may differ is left out: units that only some ranks have (experts), devices' indices, and values.
-
-Note [Digests]
-    Each rank cuts its shard out of its own values, so ranks that drew different random numbers
-    would train a mosaic of their models. Every rank takes a digest of the bits of every parameter
-    and buffer when construction reads them anyway; then these are compared in the same way.
 """
 
 from __future__ import annotations
@@ -25,10 +20,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from layerzero import ops
 from layerzero.build.arguments import Arguments
 from layerzero.build.materialize import Materializer
-from layerzero.build.plan import WrapPlan, ranks_of
+from layerzero.build.plan import WrapPlan
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_texts
 from layerzero.comm.pending import Operation
@@ -37,7 +31,6 @@ from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some_ranks
-from layerzero.ops.reference import bits_of
 from layerzero.version import __version__
 
 REFUSED = -1
@@ -128,8 +121,12 @@ def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
     names = {id(visit.module): visit.fqn for visit in plan.visits}
     mesh = plan.mesh
     rows: dict[str, Sequence[str]] = {
-        "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"],
-        "experts": list(_experts(plan)),
+        "versions": [f"torch {torch.__version__}", f"layerzero {__version__}"]
+    }
+    for feature in plan.features:
+        rows.update(feature.compared())
+    return {
+        **rows,
         "positions": [] if mesh is None else [f"position {mesh.get_coordinate()}"],
         "arguments": list(_arguments(plan, given, num_inner)),
         # Those of units wrapped before were compared then.
@@ -138,22 +135,6 @@ def outline(plan: WrapPlan, given: Arguments, num_inner: int) -> Rows:
         "modules": list(_modules(plan)),
         "buffers": list(_buffers(plan)),
     }
-    for feature in plan.features:
-        rows.update(feature.compared())
-    return rows
-
-
-def _experts(plan: WrapPlan) -> Iterator[str]:
-    """A row for each unit, if any is an expert. With units of unequal sizes, ranks would prefetch
-    different numbers of all-gathers ahead."""
-    numbers: dict[tuple[int, ...], int] = {}
-    for index, unit in enumerate(plan.units if plan.groups else ()):
-        group = plan.groups.get(id(unit))
-        sizes = [local_of(original.parameter).numel() for original in unit.originals]
-        is_expert = "no expert"
-        if group is not None:
-            is_expert = f"an expert of group {numbers.setdefault(ranks_of(group), len(numbers))}"
-        yield f"unit {index}, {is_expert}, of {sizes} elements"
 
 
 _ALIKE = (
@@ -250,109 +231,28 @@ def plain(value: Any) -> str:
     return "a function" if callable(value) else repr(value)
 
 
-_VALUES = "initial values"
-WAITS = "waits"
+_WAITS = "\0"
 
 
-class Digests:
-    """Digests of this rank's parameters and buffers; see Note [Digests]."""
-
-    def __init__(self, device: torch.device, is_needed: bool) -> None:
-        """`is_needed`: False if all values come from one rank (`sync_module_states`)."""
-        self._device = device
-        self._is_needed = is_needed
-        self._by_placement: dict[int, tuple[Placement, list[str], list[torch.Tensor | int]]] = {}
-
-    def note(self, label: str, value: torch.Tensor, placement: Placement) -> None:
-        """Add a tensor that all ranks of `placement` have. Not collective."""
-        if self._is_needed and placement.groups:
-            entry = self._by_placement.setdefault(id(placement), (placement, [], []))
-            entry[1].append(label)
-            entry[2].append(digest(value))
-
-    def first_difference(self) -> str | None:
-        """The first difference from the first rank, encoded for `settle`; None if there is none.
-
-        Collective over every placement's groups; blocks the host.
-        """
-        found: str | None = None
-        for placement, labels, digests in self._by_placement.values():
-            exchange = Exchange(placement.groups, self._device, _VALUES)
-            own = torch.stack(
-                [torch.as_tensor(each, dtype=torch.int64, device=self._device) for each in digests]
-            ).tolist()
-            low, high = exchange.bounds(hash_of(own))
-            pairs = zip(own, exchange.first(own) if low != high else own, strict=True)
-            # The CPU and a device compute different digests of one value, with different signs.
-            differs = [one != other and (one < 0) == (other < 0) for one, other in pairs]
-            if found is None and any(differs):
-                index = differs.index(True)
-                found = f"{index:09d}\0{labels[index]}\0{sum(differs)} of {len(labels)}"
-        return found
-
-
-def settle(
-    made: Materializer, digests: Digests, placement: Placement, device: torch.device
-) -> str | None:
+def settle(made: Materializer, placement: Placement, device: torch.device) -> bool:
     """Make construction succeed or fail on all ranks together. Collective over the model's ranks.
 
     Args:
         placement: placement of the whole model.
 
     Returns:
-        The same on every rank: `WAITS` if any rank has parameters or buffers without values; a
-        warning if ranks do not start from the same values.
+        Whether any rank has parameters or buffers without values; the same on every rank.
 
     Raises:
         Exception: `made.failure`; a rank without one raises ValueError with that of another rank.
     """
-    difference, failure = digests.first_difference(), made.failure
-    text = f"\0{type(failure).__name__}: {failure}" if failure else difference
-    texts = Exchange(placement.groups, device, _VALUES).texts(WAITS if made.waits else text)
+    failure, text = made.failure, _WAITS if made.waits else None
+    if failure is not None:
+        text = f"{type(failure).__name__}: {failure}"
+    texts = Exchange(placement.groups, device, "initial values").texts(text)
     if failure is not None:
         raise failure
     for rank, each in texts.items():
-        if each.startswith("\0"):
-            raise ValueError(f"rank {rank} could not initialise the model: {each[1:]}")
-    if not texts or WAITS in texts.values():
-        return WAITS if texts else None
-    order, label, count = min(each.split("\0") for each in texts.values())
-    ranks = [rank for rank, each in texts.items() if each.split("\0")[:2] == [order, label]]
-    return (
-        f"{label} differs between ranks: on {some_ranks(ranks)} its values are not those of the "
-        f"first rank of the group ({count} parameters and buffers differ there). The model is "
-        "a mixture of shards of different models; build it with one seed and the same random calls "
-        "on all ranks, or pass sync_module_states=True"
-    )
-
-
-_CHUNK_NUMEL = 1 << 22
-_MIXING = 0x5851F42D4C957F2D
-"""Odd, so that multiplication modulo 2**64 loses no bit (Knuth's 64-bit multiplier)."""
-
-
-def digest(tensor: torch.Tensor) -> torch.Tensor | int:
-    """A 64-bit digest of every element and its position. Does not block the host.
-
-    Not negative for a tensor on the CPU, negative for one on a device.
-    """
-    value = local_of(tensor)
-    if value.layout is not torch.strided or value.is_quantized:
-        return 0
-    if value.is_complex():
-        value = torch.view_as_real(value)
-    value = value.contiguous().view(-1)
-    if value.device.type == "cpu":
-        return ops.crc32(value.view(torch.uint8)) if value.numel() else 0
-    return device_digest(value)
-
-
-def device_digest(value: torch.Tensor) -> torch.Tensor:
-    """The digest of a 1-D tensor on a device, computed in chunks to bound its memory."""
-    bits = bits_of(value)
-    total = torch.zeros((), dtype=torch.int64, device=value.device)
-    for start in range(0, bits.numel(), _CHUNK_NUMEL):
-        chunk = bits[start : start + _CHUNK_NUMEL].to(torch.int64)
-        places = torch.arange(start, start + chunk.numel(), device=value.device)
-        total += ((chunk + places * 2 + 1) * (places * _MIXING | 1)).sum()
-    return total | torch.iinfo(torch.int64).min
+        if each != _WAITS:
+            raise ValueError(f"rank {rank} could not initialise the model: {each}")
+    return bool(texts)

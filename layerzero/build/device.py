@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -227,16 +226,6 @@ def _meshes(plans: list[UnitPlan]) -> Iterator[tuple[str, DeviceMesh]]:
             yield original.fqn, parameter.device_mesh
 
 
-class _Held(NamedTuple):
-    """The memory of one parameter, in bytes: [start, stop) on a device, perhaps with gaps."""
-
-    device: str
-    start: int
-    stop: int
-    name: str
-    is_sharded: bool
-
-
 def refuse_shared_memory(
     named: Iterable[tuple[str, nn.Parameter]], sharded: Collection[int]
 ) -> None:
@@ -247,25 +236,25 @@ def refuse_shared_memory(
 
     Each would become shards of its own. Takes n log n steps for n parameters, and reads no values.
     """
-    around: list[_Held] = []
-    """Parameters before, in memory, that end behind the start of this one."""
-    for held in sorted(_memory_of(named, sharded)):
-        around = [one for one in around if one.device == held.device and one.stop > held.start]
-        for one in around:
-            if one.is_sharded or held.is_sharded:
-                raise ValueError(
-                    f"parameters {one.name!r} and {held.name!r} are two Parameters over the same "
-                    "memory: each would get shards of its own, and a write to one would no longer "
-                    "change the other; make them one Parameter, which stays tied (b.weight = "
-                    "a.weight, without nn.Parameter or .data), or give one of them memory of its "
-                    "own (clone)"
-                )
-        around.append(held)
+    # Of the parameters before, in memory, the one that ends last: others that overlap this one
+    # overlap that one, too.
+    device, reached, other, other_is_sharded = "", 0, "", False
+    for place, start, stop, name, is_sharded in sorted(_memory_of(named, sharded)):
+        if place == device and start < reached and (is_sharded or other_is_sharded):
+            raise ValueError(
+                f"parameters {other!r} and {name!r} are two Parameters over the same memory: each "
+                "would get shards of its own, and a write to one would no longer change the other; "
+                "make them one Parameter, which stays tied (b.weight = a.weight, without "
+                "nn.Parameter or .data), or give one of them memory of its own (clone)"
+            )
+        if place != device or stop > reached:
+            device, reached, other, other_is_sharded = place, stop, name, is_sharded
 
 
 def _memory_of(
     named: Iterable[tuple[str, nn.Parameter]], sharded: Collection[int]
-) -> Iterator[_Held]:
+) -> Iterator[tuple[str, int, int, str, bool]]:
+    """Device, first and last address of each parameter, its name, and whether it is sharded."""
     for name, parameter in named:
         if get_info(parameter) is not None or foreign_class(parameter) is not None:
             continue
@@ -276,5 +265,4 @@ def _memory_of(
             start = local.data_ptr()
             steps = zip(local.shape, local.stride(), strict=True)
             stop = start + (sum((n - 1) * step for n, step in steps) + 1) * local.itemsize
-            is_sharded = id(parameter) in sharded
-            yield _Held(str(local.device), start, stop, clean_name(name), is_sharded)
+            yield str(local.device), start, stop, clean_name(name), id(parameter) in sharded

@@ -68,6 +68,10 @@ class Feature:
         """
         return {}
 
+    def has_value(self, label: str, value: torch.Tensor, placement: Placement) -> None:
+        """A parameter or buffer of the ranks of `placement`, before it is sharded. Not collective.
+        `label`: its kind and name."""
+
     def built(self, root: RootState) -> None:
         """The model is built. Collective over its ranks."""
 

@@ -35,8 +35,8 @@ import torch
 from layerzero.checkpoint.format.crc import copy_crc32, crc32, placed
 from layerzero.checkpoint.format.inventory import Entry
 from layerzero.checkpoint.format.safetensors_file import TensorEntry
-from layerzero.flat.buffer import HUGE_PAGE_NBYTES, prefer_huge_pages
 from layerzero.flat.host_memory import HostMemory
+from layerzero.optim.huge_pages import HUGE_PAGE_NBYTES, prefer_huge_pages
 
 PAGE_NBYTES = 4096
 """Alignment of memory and file offsets: a multiple of the block sizes that disks require."""

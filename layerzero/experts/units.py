@@ -30,7 +30,7 @@ from layerzero.comm.pending import Operation
 from layerzero.experts.names import Numbers, name_members
 from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.placement import Placement
-from layerzero.flat.tensor_parallel import split_of
+from layerzero.flat.tensor_parallel import local_of, split_of
 
 
 def _key(group: AnyGroup | None) -> object:
@@ -67,6 +67,20 @@ class Experts(Feature):
         self._plans = plans
         self.groups = _find_groups(plans, everyone)
         self._lists = _find_lists(module, plans)
+
+    def compared(self) -> dict[str, list[str]]:
+        """A row for each unit, if any is an expert. With units of unequal sizes, ranks would
+        prefetch different numbers of all-gathers ahead."""
+        numbers: dict[object, int] = {}
+        rows = []
+        for index, plan in enumerate(self._plans if self.groups else ()):
+            sizes = [local_of(original.parameter).numel() for original in plan.originals]
+            is_expert = "no expert"
+            if id(plan) in self.groups:
+                key = ranks_of(self.groups[id(plan)])
+                is_expert = f"an expert of group {numbers.setdefault(key, len(numbers))}"
+            rows.append(f"unit {index}, {is_expert}, of {sizes} elements")
+        return {"experts": rows}
 
     def place(
         self, placement: Placement, make: Callable[..., Placement], device: torch.device

@@ -154,7 +154,6 @@ class FlatParam:
                 self._shard_ranges[index],
                 self.splits[index],
                 self.layout,
-                describes_place=row_multiple is not None,
             )
             for index, original in enumerate(originals)
         ]
@@ -355,10 +354,6 @@ class FlatParam:
             source = torch.empty_like(source, device=self.full.device)
             source.copy_(self.main_shard, non_blocking=True)
         self.compute_slice.copy_(source, non_blocking=True)
-
-    def trainable(self) -> list[int]:
-        """Indices of the parameters that require grad now."""
-        return [i for i, unsharded in enumerate(self.unsharded_params) if unsharded.requires_grad]
 
 
 _Entry = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]

@@ -28,7 +28,6 @@ from layerzero.flat.layout import FlatLayout, ShardRange, alignment_of, round_up
 from layerzero.flat.parameter_info import (
     ParameterInfo,
     copy_attributes,
-    describe_place,
     get_info,
     set_info,
     set_sharded_param,
@@ -211,7 +210,6 @@ def make_sharded(
     owned: ShardRange,
     split: TensorParallelSplit | None,
     layout: FlatLayout,
-    describes_place: bool,
 ) -> nn.Parameter:
     """The sharded parameter that shows `part` of a main shard."""
     shape, place = original.parameter.shape, (owned.start, owned.stop)
@@ -235,7 +233,5 @@ def make_sharded(
     copy_attributes(original.parameter, sharded)
     set_info(sharded, ParameterInfo(original.fqn, shape, place, split))
     setattr(sharded, _BORDERS, borders)
-    if describes_place:
-        describe_place(sharded)
     set_sharded_param(original.parameter, sharded)
     return sharded

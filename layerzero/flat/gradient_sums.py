@@ -15,14 +15,15 @@ Note [A pass adds only when it is complete]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
 from layerzero.flat.buffer import Buffer
 from layerzero.flat.gradients import MISSING, GradientBuffer
-from layerzero.flat.layout import GradientLayout, ShardRange
-from layerzero.flat.parameter_info import info_of
+from layerzero.flat.layout import ShardRange
+from layerzero.ops import pack_
 
 
 class _Earlier(NamedTuple):
@@ -30,14 +31,12 @@ class _Earlier(NamedTuple):
 
     area: Buffer | None
     """The area that holds the unsharded sum, if any."""
-    holds_sum: bool
-    local: dict[int, torch.Tensor]
     shard_sum: torch.Tensor | None
     host_sum: torch.Tensor | None
     present: set[int]
 
 
-_NOTHING = _Earlier(None, False, {}, None, None, set())
+_NOTHING = _Earlier(None, None, None, set())
 
 
 class GradientSums(GradientBuffer):
@@ -48,66 +47,27 @@ class GradientSums(GradientBuffer):
     """Gradients to add to the sum once the pass is complete."""
     _spare: Buffer | None = None
     """Like `_sum`, made when a sum is first copied."""
-    _places: dict[Buffer, list[tuple[int, slice | None, torch.Tensor]]]
-    """`place` of each segment in an area that gradients were added to."""
 
-    def set_trainable(self, indices: Sequence[int]) -> None:
-        """Lay the buffer out for these parameters. Sums of earlier micro-batches, which must be of
-        some of them, move. Raises RuntimeError if such sums are on the host."""
-        if self.host_sum is not None:
-            raise RuntimeError(
-                "parameters were unfrozen while gradients of no_sync wait in host memory: change "
-                "requires_grad between optimizer steps, not between micro-batches"
-            )
-        former, self._spare, self._places = self.__dict__.get("layout"), None, {}
-        super().set_trainable(indices)
-        if former is not None:
-            self._move_sums(former, self._earlier)
-
-    def _move_sums(self, former: GradientLayout, waiting: _Earlier) -> None:
-        """Move the sums of earlier micro-batches from the former layout to this one."""
-        if (area := waiting.area) is not None:
-            self._sum.allocate()
-            self._move(area.tensor, former, self._sum.tensor.zero_())
-            area.free()
-            waiting = waiting._replace(area=self._sum)
-        if (shard_sum := waiting.shard_sum) is not None:
-            numel = self.layout.numel * shard_sum.numel() // former.numel
-            self.shard_sum = shard_sum.new_zeros(numel)
-            self._move(shard_sum, former, self.shard_sum)
-            waiting = waiting._replace(shard_sum=self.shard_sum)
-        self._earlier = waiting
-
-    def _move(self, source: torch.Tensor, former: GradientLayout, target: torch.Tensor) -> None:
-        """Copy what both have of each gradient; they lie in the whole buffers of two layouts."""
-        places: dict[int, list[ShardRange]] = {}
-        for new in self._runs_in(target, self.layout):
-            places.setdefault(new.param, []).append(new)
-        for old in self._runs_in(source, former):
-            for new in places.get(old.param, ()):
-                first, last = max(old.start, new.start), min(old.stop, new.stop)
-                if first < last:
-                    values = source[old.offset - old.start + first :][: last - first]
-                    target[new.offset - new.start + first :][: last - first].copy_(values)
-
-    def _runs_in(self, flat: torch.Tensor, layout: GradientLayout) -> Iterator[ShardRange]:
+    def _runs_in(self, flat: torch.Tensor) -> Iterator[ShardRange]:
         """Parts of gradients in a sum: the whole buffer, or the chunk that a first hop leaves,
         which has the chunks of one or more main shards in their order."""
-        num_pieces, world = layout.numel // flat.numel(), self._placement.world
-        piece = self._placement.main_shard_index * num_pieces // layout.num_chunks
+        num_pieces, world = self.layout.padded_numel // flat.numel(), self._placement.world
+        piece = self._placement.main_shard_index * num_pieces // self.layout.group_size
         if world is not None and num_pieces > 1:  # Copies of a main shard have a slice each.
             piece = self._placement.world_slices[world.rank]
-        return layout.runs_in(piece * flat.numel(), flat.numel())
+        return self.layout.runs_in(piece * flat.numel(), flat.numel())
 
     def add_to_sum(self, gradients: list[torch.Tensor], keep_accumulating: bool) -> None:
-        if self._sum is self._earlier.area:
-            if keep_accumulating:
-                self._pending = [*self._pending, gradients]
-                return
-            self._copy_sum()
-        targets, sources = self._pairs(gradients)
-        if targets:
-            torch._foreach_add_(targets, sources)
+        former = self._sum
+        if former is self._earlier.area and keep_accumulating:
+            self._pending = [*self._pending, gradients]
+            return
+        self._sum, self._spare = self._spare or self.area(self.sum_dtype), None
+        self._sum.allocate()
+        pack_(self._sum.tensor, gradients, self.segments).add_(former.tensor)
+        if former is not self._earlier.area:
+            former.free()
+            self._spare = former
         if not keep_accumulating and not self.sum_is_buffer:
             self.allocate_buffer()
             self.fill_buffer()
@@ -124,38 +84,21 @@ class GradientSums(GradientBuffer):
         if not self.sum_is_buffer:
             self._outgoing.allocate()
 
-    def _pairs(
-        self, gradients: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        targets, sources, area = [], [], self._sum
-        if area not in self._places:
-            self._places[area] = [self.place(area.tensor, each) for each in self.layout.segments]
-        for index, cut, target in self._places[area]:
-            gradient = gradients[self._source[index]]
-            if gradient is not MISSING:
-                targets.append(target)
-                sources.append(gradient if cut is None else gradient.reshape(-1)[cut])
-        return targets, sources
-
-    def _copy_sum(self) -> None:
-        """Copy the sum; the pass adds to the copy."""
-        total, self._spare = self._spare, None
-        if total is None:
-            with torch.inference_mode(False):
-                total = self.area(self._sum.tensor.dtype)
-        total.allocate()
-        total.tensor.copy_(self._sum.tensor)
-        self._sum = total
-
     def pending_additions(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parts of the sum, and the gradients to add to them before `keep`."""
-        pairs = [self._pairs(gradients) for gradients in self._pending]
-        return [t for targets, _ in pairs for t in targets], [s for _, own in pairs for s in own]
+        targets, sources = [], []
+        for index, gradient in chain.from_iterable(map(enumerate, self._pending)):
+            if gradient is not MISSING:
+                start, numel = self.layout.starts[index], self.layout.numels[index]
+                part = self._sum.tensor[start : start + numel]
+                targets.append(part.view(self._shapes[index]))
+                sources.append(gradient)
+        return targets, sources
 
     def keep(self) -> None:
         """Keep the sums of a complete pass, and drop earlier ones."""
         self._pending = ()
-        area = self._sum if self.holds_sum and self._placement.num_ranks > 1 else None
+        area = self._sum if self.holds_sum else None
         former = self._earlier.area
         if former is not None and former is not self._sum:
             former.free()
@@ -164,9 +107,7 @@ class GradientSums(GradientBuffer):
                 # What was sent was the copy. Each area serves alike in every step, at its address.
                 self._spare, self._sum = self._sum, former
         if self.is_waiting:
-            sums = self.shard_sum, self.host_sum
-            local, present = dict(self._local), set(self.present)
-            self._earlier = _Earlier(area, self.holds_sum, local, *sums, present)
+            self._earlier = _Earlier(area, self.shard_sum, self.host_sum, set(self.present))
         else:
             self._earlier = _NOTHING
 
@@ -179,34 +120,22 @@ class GradientSums(GradientBuffer):
             self._sum.free()
             if before.area is not None:
                 self._spare, self._sum = self._sum, before.area
-        self.holds_sum, self._local = before.holds_sum, dict(before.local)
+        self.holds_sum = before.area is not None
         self.shard_sum, self.host_sum = before.shard_sum, before.host_sum
         self.present = set(before.present)
 
     def waiting(self, index: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(start in the flattened gradient, flat view) of each part of what waits of it."""
         earlier = self._earlier  # Also amid a pass, or after one that has failed.
-        if index in earlier.local:
-            yield 0, earlier.local[index].view(-1)
         area = None if earlier.area is None else earlier.area.tensor
         for flat in filter(torch.is_tensor, (area, earlier.shard_sum, earlier.host_sum)):
-            for run in self._runs_in(flat, self.layout):
+            for run in self._runs_in(flat):
                 if run.param == index:
                     yield run.start, flat[run.offset : run.offset + run.numel]
-
-    def add_waiting_to(self, own: torch.Tensor, index: int) -> None:
-        """Add this rank's part of what waits of a parameter to `own`, its shard's gradient."""
-        begin, end = info_of(self._sharded_params[index]).range
-        for start, part in self.waiting(index):
-            first, last = max(start, begin), min(start + part.numel(), end)
-            if first < last:
-                target = own.view(-1)[first - begin : last - begin]
-                target.add_(part[first - start : last - start].to(own.device))
 
     def drop_waiting(self, index: int) -> None:
         for _, part in self.waiting(index):
             part.zero_()
-        self._local.pop(index, None)
         self.present.discard(index)
         self.keep()
 
@@ -220,7 +149,7 @@ class GradientSums(GradientBuffer):
     def add_sharded(self, chunk: torch.Tensor) -> torch.Tensor:
         """Add the first hop's chunk to `shard_sum` and return that; it may share chunk's memory."""
         if self.shard_sum is None:
-            self.shard_sum = chunk.to(self._sum.tensor.dtype)
+            self.shard_sum = chunk.to(self.sum_dtype)
         else:  # Not in place: see Note [A pass adds only when it is complete].
             self.shard_sum = self.shard_sum + chunk
         return self.shard_sum

@@ -24,7 +24,7 @@ from torch import nn
 
 from layerzero.flat.buffer import Buffer
 from layerzero.flat.host_memory import HostMemory
-from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange
+from layerzero.flat.layout import FlatLayout
 from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
 from layerzero.flat.parameter_info import info_of
 from layerzero.flat.placement import Placement, sum_dtype
@@ -44,7 +44,7 @@ class GradientBuffer:
     present: set[int]
     """Indices of parameters that had a gradient on this rank since the last reduction."""
     holds_sum = False
-    """Whether unsharded gradients wait on the device (in a group of one rank: in `_local`)."""
+    """Whether unsharded gradients wait on the device."""
     sums_on: HostMemory | None
     """Host memory for gradients that wait between micro-batches; None: they stay on the device."""
     host_sum: torch.Tensor | None = None
@@ -52,9 +52,9 @@ class GradientBuffer:
     shard_sum: torch.Tensor | None = None
     """[chunk after the first hop], float32 at least: sum of earlier micro-batches."""
     segments: Segments
-    """Table by which `pack_` fills the buffer; another once other parameters require grad."""
-    make_buffer: Callable[[torch.Tensor], Buffer] = Buffer
-    """Makes the buffer that allocates and frees a tensor: perhaps in an arena."""
+    """Table by which `pack_` fills the buffer."""
+    trainable: tuple[int, ...] = ()
+    """Indices of the parameters whose gradients are reduced, rising; others' places are zeros."""
 
     def __init__(
         self,
@@ -73,94 +73,58 @@ class GradientBuffer:
             computed_dtype: dtype in which backward computes them; `dtype`: reduce dtype.
             sums_on: host memory for sums of micro-batches; None: they stay on `device`.
         """
-        self._layout = layout
+        self.layout = layout
         self._shapes = shapes
         self._placement = placement
-        self.dtype = dtype
+        self.dtype, self.sum_dtype = dtype, sum_dtype(dtype)
         self.device = device
         groups = placement.reduce_groups
         on_gloo = device.type == "cpu" and bool(groups) and groups[0].backend == "gloo"
         is_narrow = on_gloo and dtype == torch.float32 and computed_dtype.itemsize == 2
         self._sent_dtype = computed_dtype if is_narrow else dtype
         self._sharded_params = sharded_params
-        self._are_shaped = any(each.ndim > 1 for each in sharded_params)
         self.sums_on = sums_on
-        self._local: dict[int, torch.Tensor] = {}
         self.present = set()
-        self.set_trainable(range(len(shapes)))
-
-    def set_trainable(self, indices: Sequence[int]) -> None:
-        """Lay the buffer out for these parameters. Between passes."""
-        self.layout = GradientLayout.build(self._layout, indices)
-        self._source = {index: place for place, index in enumerate(self.layout.trainable)}
-        self._split_sources = [
-            (place, sharded, split)
-            for index, place in self._source.items()
-            if (split := info_of(sharded := self._sharded_params[index]).tensor_parallel)
-            is not None
+        self._splits = [
+            (index, split)
+            for index, sharded in enumerate(sharded_params)
+            if (split := info_of(sharded).tensor_parallel) is not None
         ]
-        self._split_sizes, self._split_indices = self._plan_split()
-        wide = sum_dtype(self.dtype)
+        pairs = enumerate(zip(layout.starts, layout.numels, strict=True))
+        rows = ((index, 0, start, numel) for index, (start, numel) in pairs)
+        self.segments = Segments.build(rows, layout.padded_numel)
+        ranges = layout.shard_ranges(placement.main_shard_index)
+        self._starts = {owned.param: owned.offset for owned in ranges if owned.numel}
+        shards = [sharded_params[index] for index in self._starts]
+        self._views = [each.shape for each in shards], [each.stride() for each in shards]
         # A tensor made in inference mode could not be written in place outside it.
         with torch.inference_mode(False):
-            self._outgoing = self._sent = self.area(self._sent_dtype)
-            self._sum = self.area(wide)
             # Without elements on this rank, like most of a unit's on many ranks: made once.
             self._empty = [
-                (index, torch.empty_like(self._sharded_params[index], requires_grad=False))
-                for index in self.layout.trainable
+                (index, torch.empty_like(sharded, requires_grad=False))
+                for index, sharded in enumerate(sharded_params)
                 if index not in self._starts
             ]
-        self.segments = Segments.build(
-            ((self._source[p.param], p.start, p.offset, p.numel) for p in self.layout.segments),
-            self.layout.numel,
-        )
-        shards = [self._sharded_params[index] for index in self._starts]
-        self._views = [each.shape for each in shards], [each.stride() for each in shards]
+        self.use_arena(Buffer)
 
     def use_arena(self, make_buffer: Callable[[torch.Tensor], Buffer]) -> None:
-        """Let buffers lie in an arena from now on. Between passes."""
-        self.make_buffer = make_buffer
-        self.set_trainable(self.layout.trainable)
+        """Let `make_buffer` make the buffers that allocate and free tensors: perhaps in an arena.
+        Between passes, while nothing waits."""
+        self._make_buffer = make_buffer
+        self._outgoing = self._sent = self.area(self._sent_dtype)
+        self._sum = self.area(self.sum_dtype)
 
     def area(self, dtype: torch.dtype) -> Buffer:
         """A buffer for all gradients of the flat parameter, without memory."""
-        area = self.make_buffer(torch.empty(self.layout.numel, dtype=dtype, device=self.device))
+        with torch.inference_mode(False):
+            flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        area = self._make_buffer(flat)
         area.free()
         return area
 
-    def place(
-        self, buffer: torch.Tensor, segment: ShardRange
-    ) -> tuple[int, slice | None, torch.Tensor]:
-        """Return (parameter index, slice of its flattened gradient, target view in `buffer`).
-
-        The slice is None for a whole gradient, and the target then has the gradient's shape.
-        """
-        target = buffer[segment.offset : segment.offset + segment.numel]
-        if segment.numel == self._layout.numels[segment.param]:
-            return segment.param, None, target.view(self._shapes[segment.param])
-        return segment.param, slice(segment.start, segment.stop), target
-
-    def _plan_split(self) -> tuple[list[int], list[int]]:
-        """Sizes of the gradients and gaps in this rank's chunk; parameter of each, -1: a gap."""
-        sizes, indices, end = [], [], 0
-        numel = self.layout.chunk_numel
-        own = [*self.layout.runs_in(self._placement.main_shard_index * numel, numel)]
-        self._starts = {owned.param: owned.offset for owned in own}
-        for owned in own:
-            if owned.offset > end:
-                sizes.append(owned.offset - end)
-                indices.append(-1)
-            sizes.append(owned.numel)
-            indices.append(owned.param)
-            end = owned.offset + owned.numel
-        sizes.append(numel - end)
-        indices.append(-1)
-        return sizes, indices
-
     @property
     def buffer(self) -> torch.Tensor:
-        """[numel of `layout`]: the reduction's input, once collected."""
+        """[padded_numel]: the reduction's input, once collected."""
         return self._sent.tensor
 
     @property
@@ -172,8 +136,8 @@ class GradientBuffer:
     def in_flight_nbytes(self) -> int:
         """Bytes that a reduction under way holds at most, apart from its result."""
         if self.sum_is_buffer:
-            return self._sum.nbytes
-        return self._outgoing.nbytes + (0 if self.sums_on is None else self._sum.nbytes)
+            return self.sum_nbytes
+        return self._outgoing.nbytes + (0 if self.sums_on is None else self.sum_nbytes)
 
     @property
     def is_waiting(self) -> bool:
@@ -186,12 +150,16 @@ class GradientBuffer:
 
     @property
     def sum(self) -> torch.Tensor:
-        """[numel of `layout`], float32 at least: gradients add up here unsharded."""
+        """[padded_numel], float32 at least: gradients add up here unsharded."""
         return self._sum.tensor
 
     @property
+    def sum_nbytes(self) -> int:
+        return self.layout.padded_numel * self.sum_dtype.itemsize
+
+    @property
     def sum_is_buffer(self) -> bool:
-        return self._sum.tensor.dtype == self.dtype
+        return self.sum_dtype == self.dtype
 
     def collect(
         self,
@@ -208,9 +176,6 @@ class GradientBuffer:
                 it ends in `buffer`, ready to be sent.
             in_reduce_dtype: against Note [Gradients travel as they were computed].
         """
-        if self._placement.num_ranks == 1:
-            self._collect_local(unsharded_params)
-            return
         gradients = self._take(unsharded_params)
         in_sum = self.holds_sum or keep_accumulating or (in_reduce_dtype and self.sum_is_buffer)
         if self.holds_sum:
@@ -235,33 +200,22 @@ class GradientBuffer:
         collective over tensor-parallel ranks if a gradient's placements are not those of its
         parameter.
         """
-        gradients = []
-        for index in self.layout.trainable:
+        gradients = [MISSING] * len(unsharded_params)
+        for index in self.trainable:
             unsharded = unsharded_params[index]
             gradient = unsharded.grad
             if gradient is None:
-                gradients.append(MISSING)
                 continue
             unsharded.grad = None
             self.present.add(index)
             if gradient.layout is not _STRIDED:
                 gradient = gradient.to_dense()  # `nn.Embedding(sparse=True)` makes sparse ones.
-            gradients.append(gradient)
-        for place, sharded, split in self._split_sources:
-            if gradients[place] is not MISSING:
-                gradients[place] = split.localize(gradients[place], info_of(sharded).fqn)
+            gradients[index] = gradient
+        for index, split in self._splits:
+            if gradients[index] is not MISSING:
+                sharded = self._sharded_params[index]
+                gradients[index] = split.localize(gradients[index], info_of(sharded).fqn)
         return gradients
-
-    def _collect_local(self, unsharded_params: Sequence[nn.Parameter]) -> None:
-        # With one rank nothing is sent, so gradients need no buffer.
-        for index, gradient in zip(
-            self.layout.trainable, self._take(unsharded_params), strict=True
-        ):
-            if gradient is not MISSING:
-                gradient = gradient.to(self.dtype)
-                waiting = self._local.get(index)
-                self._local[index] = gradient if waiting is None else waiting + gradient
-        self.holds_sum = True
 
     def free_buffer(self) -> None:
         """Free the reduction's input. May be called from another thread, and twice."""
@@ -277,23 +231,17 @@ class GradientBuffer:
     def release(self) -> None:
         """Free what a reduction has read; forget the sum sent, which `undo` restores."""
         self.release_buffer()
-        self._local.clear()
         self.shard_sum = self.host_sum = None
         self.present = set()
 
     def parts(
-        self,
-        chunk: torch.Tensor | None,
-        present: set[int],
-        scale: float,
-        plain: list[Gradient],
+        self, chunk: torch.Tensor, present: set[int], plain: list[Gradient]
     ) -> list[Gradient]:
         """Split off this rank's parts of the reduced gradients, in the sharded parameters' dtype.
 
         Args:
-            chunk: [chunk_numel], any floating dtype; None in a group of one rank.
+            chunk: [chunk_numel], any floating dtype.
             present: parameters that had a gradient on any rank; there are no parts of others.
-            scale: applied only in a group of one rank, where no reduction ran and scaled.
             plain: gets the parts of parameters without hooks.
 
         Returns:
@@ -301,8 +249,9 @@ class GradientBuffer:
             `accumulate_with_hooks`.
         """
         hooked: list[tuple[int, torch.Tensor]] = []
-        for index, gradient in self.pieces(chunk, scale):
-            if index < 0 or index not in present:
+        dtype = self._sharded_params[0].dtype
+        for index, gradient in self.pieces(chunk if chunk.dtype == dtype else chunk.to(dtype)):
+            if index not in present:
                 continue
             sharded = self._sharded_params[index]
             if (
@@ -317,32 +266,9 @@ class GradientBuffer:
             hooked.sort(key=itemgetter(0))  # Parts come in the order of this rank's chunk.
         return [(self._sharded_params[index], gradient) for index, gradient in hooked]
 
-    def split(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index, 1-D view of its part) of each parameter in a reduced chunk; index -1: a gap."""
-        return zip(self._split_indices, chunk.split_with_sizes(self._split_sizes), strict=True)
-
-    def reduced(self, chunk: torch.Tensor | None) -> list[torch.Tensor]:
-        """The values of `pieces`, not split; rounded like these where that may overflow."""
-        dtype = self._sharded_params[0].dtype
-        values = [chunk] if chunk is not None else [*self._local.values()]
-        return [each.to(dtype) if each.itemsize > dtype.itemsize else each for each in values]
-
-    def pieces(
-        self, chunk: torch.Tensor | None, scale: float
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the parameter, this rank's part of its gradient, shaped like it); -1: gap."""
-        dtype, device = self._sharded_params[0].dtype, self._sharded_params[0].device
-        if chunk is not None:
-            if chunk.dtype != dtype:
-                chunk = chunk.to(dtype)
-            if not self._are_shaped:
-                return chain(self.split(chunk), self._empty)
-            first = chunk.storage_offset()
-            starts = [first + start for start in self._starts.values()]
-            views = map(chunk.as_strided, *self._views, starts)
-            return chain(zip(self._starts, views, strict=True), self._empty)
-        return (
-            (index, scaled.reshape(self._sharded_params[index].shape).to(device, dtype))
-            for index, gradient in self._local.items()
-            for scaled in [gradient * scale if scale != 1.0 else gradient]
-        )
+    def pieces(self, chunk: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the parameter, view of this rank's part of its gradient, shaped like it)."""
+        first = chunk.storage_offset()
+        starts = [first + start for start in self._starts.values()]
+        views = map(chunk.as_strided, *self._views, starts)
+        return chain(zip(self._starts, views, strict=True), self._empty)

@@ -1,4 +1,4 @@
-"""FlatLayout and GradientLayout: offsets of parameters and gradients in buffers; integers only.
+"""FlatLayout: offsets of parameters, and of their gradients, in buffers; integers only.
 
     numels (5, 20, 3), alignment 4, two ranks: shard_numel 16, one row per rank
 
@@ -102,77 +102,9 @@ class FlatLayout:
             ranges.append(ShardRange(index, start, stop, offset))
         return tuple(ranges)
 
-
-@dataclass(frozen=True)
-class GradientLayout:
-    """The reduction's input: one chunk per rank, with the parts of the gradients that it owns.
-
-    If every parameter is trainable, this is the flat layout itself, and each gradient is one
-    contiguous run. If some are frozen, the others are packed more tightly, so that frozen
-    parameters cost no bytes; a gradient that several ranks own is then cut at chunk borders.
-
-    Size and construction are O(parameters) for any group size: chunks are computed on demand.
-    """
-
-    trainable: tuple[int, ...]
-    segments: tuple[ShardRange, ...]
-    """Position of the gradients in the whole buffer: non-empty, in rising order of offset."""
-    chunk_numel: int
-    num_chunks: int
-
-    @classmethod
-    def build(cls, layout: FlatLayout, trainable: Sequence[int]) -> GradientLayout:
-        """Lay out gradients of the parameters `trainable` (rising indices into `layout`)."""
-        trainable = tuple(trainable)
-        if len(trainable) == len(layout.numels):
-            chunk_numel = layout.shard_numel
-            runs = [
-                ShardRange(index, 0, numel, start)
-                for index, (numel, start) in enumerate(
-                    zip(layout.numels, layout.starts, strict=True)
-                )
-                if numel
-            ]
-        else:
-            chunk_numel, runs = _pack(layout, trainable)
-        return cls(trainable, tuple(runs), chunk_numel, layout.group_size)
-
-    @property
-    def numel(self) -> int:
-        return self.num_chunks * self.chunk_numel
-
     def runs_in(self, begin: int, numel: int) -> Iterator[ShardRange]:
-        """Parts of gradients in [begin, begin + numel) of the buffer, with offsets in that."""
-        for param, start, stop, offset in self.segments:
-            first = max(begin - offset, 0)
-            last = min(begin + numel - offset, stop - start)
+        """Parts of parameters in [begin, begin + numel) of the buffer, with offsets in that."""
+        for index, (start, whole) in enumerate(zip(self.starts, self.numels, strict=True)):
+            first, last = max(begin - start, 0), min(begin + numel - start, whole)
             if first < last:
-                yield ShardRange(param, start + first, start + last, offset + first - begin)
-
-
-def _pack(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[ShardRange]]:
-    """Return (chunk_numel, segments) without the frozen parameters.
-
-    A parameter has at most three runs: the end of one shard, the shards that it fills, and the
-    beginning of another. If any parameter fills a shard, chunks are as long as shards; so the
-    chunks it fills are adjacent, and one run covers any number of them.
-    """
-    shard_numel = layout.shard_numel
-    runs: list[tuple[int, ShardRange]] = []  # (rank of the first chunk, run with its offset there)
-    longest = 0
-    last_rank, end = -1, 0
-    for index in trainable:
-        position, stop = 0, layout.numels[index]
-        while position < stop:
-            rank, place = divmod(layout.starts[index] + position, shard_numel)
-            offset = round_up(end, layout.alignment) if rank == last_rank else 0
-            filled = 0 if place else (stop - position) // shard_numel
-            numel = filled * shard_numel or min(stop - position, shard_numel - place)
-            runs.append((rank, ShardRange(index, position, position + numel, offset)))
-            position += numel
-            last_rank = rank + max(filled, 1) - 1
-            end = shard_numel if filled else offset + numel
-            longest = max(longest, end)
-    chunk_numel = round_up(longest, layout.alignment * layout.slices)
-    segments = [run._replace(offset=rank * chunk_numel + run.offset) for rank, run in runs]
-    return chunk_numel, segments
+                yield ShardRange(index, first, last, start + first - begin)

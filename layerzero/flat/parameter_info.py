@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -81,28 +80,6 @@ def set_info(parameter: nn.Parameter, info: ParameterInfo) -> None:
 def change_info(parameter: nn.Parameter, **changes: Any) -> None:
     """Change fields of the mark of a sharded parameter."""
     set_info(parameter, replace(info_of(parameter), **changes))
-
-
-def describe_place(parameter: nn.Parameter) -> None:
-    """Have a sharded parameter of whole rows satisfy torch 2.14's `CheckpointableTensor`.
-
-    These are attributes of the tensor, by which `torch.distributed.checkpoint` writes it as a part
-    of the whole parameter. Scalars are of shape [1] there: a 1-D part has a 1-D whole.
-    """
-    info = info_of(parameter)
-    split, shape = info.tensor_parallel, (*info.shape,) or (1,)
-    begin = (0,) * len(shape) if split is None else (split.offset or (0,))
-    local_shape = shape if split is None else (*split.local_shape,) or (1,)
-    row = prod(local_shape[1:]) or 1
-    # A parameter without elements still needs a part: one that no rank writes cannot be read.
-    has_part = parameter.numel() or not prod(shape)
-    parts = {
-        "global_offsets": (begin[0] + info.range[0] // row, *begin[1:]),
-        "local_offsets": (0,) * len(shape),
-        "local_sizes": (*parameter.shape,),
-    }
-    place = {name: (value,) if has_part else () for name, value in parts.items()}
-    parameter.__dict__.update(place, global_shape=shape)
 
 
 num_marked = 0

@@ -142,8 +142,7 @@ class Arena(Extension):
                     handle.buffer = buffer = self._buffer(handle.full, is_input=False)
                     if not unit.is_optional:
                         self._unit_of[buffer.number] = unit.index
-                if handle.placement.num_ranks > 1:
-                    handle.gradients.use_arena(self._input)
+                handle.gradients.use_arena(self._input)
 
     def _buffer(self, tensor: torch.Tensor, is_input: bool) -> ArenaBuffer:
         buffer = ArenaBuffer(self, tensor, is_input)

@@ -337,7 +337,7 @@ class Recording(Extension):
         for each in self._root.reducer.undelivered() if self._records else ():
             gradients = each.handle.gradients
             self._tables[id(gradients.segments)] = gradients.segments
-            has_all = each.present.issuperset(gradients.layout.trainable)
+            has_all = each.present.issuperset(gradients.trainable)
             if each.handle.placement.num_ranks > 1 and not has_all:
                 raise RuntimeError(
                     f"{each.unit.label}: a graph cannot contain a backward in which parameters get "
@@ -371,12 +371,17 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return spec, kinds
 
 
+_ALLOWED = "layerzero.guards", "layerzero.graphs", "layerzero.state_dict.awaited_values"
+"""Features whose extensions a graph may contain."""
+
+
 def _refused(root: RootState, unit: Unit | None = None) -> Iterator[str]:
     """Reasons why a graph cannot contain a step, or a forward that begins with `unit`."""
     handles = [handle for unit in root.units for handle in unit.handles]
     for module in (type(each).__module__ for each in root.extensions.of(Extension)):
-        # Guards read nothing of the device once the model has trained; memory of an arena stays.
-        if not module.startswith(("layerzero.guards", "layerzero.graphs")):
+        # Guards, and what awaits values, read nothing of the device once the model has trained;
+        # memory of an arena stays.
+        if not module.startswith(_ALLOWED):
             yield f"what {module} does"
     if any(handle.params_on or handle.gradients.sums_on for handle in handles):
         yield "offload"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from layerzero.build.arguments import Arguments
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.gloo.threads import FinishingStream, OnThread
 from layerzero.comm.streams import Waitable
@@ -37,6 +38,14 @@ from layerzero.step.unit import Unit
 _logger = logging.getLogger(__name__)
 _STEPS = 5
 """Number of steps before the choice."""
+_CHOSEN_FOR_A_BUDGET = {
+    "arena": False,  # It keeps the memory of orders that a budget has changed.
+    "reshard_after_forward": True,
+    "forward_prefetch": True,
+    "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+    "limit_all_gathers": True,
+}
+"""Arguments in whose place a memory budget chooses, and their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +297,16 @@ class _Late(OnThread):
         while not self.is_done:
             self._before.popleft().run()
         super().wait()
+
+
+def refuse_what_it_chooses(given: Arguments) -> None:
+    """Raises ValueError if the caller has chosen, too."""
+    chosen = [name for name, value in _CHOSEN_FOR_A_BUDGET.items() if getattr(given, name) != value]
+    if chosen:
+        raise ValueError(
+            "memory_budget: chooses what stays full and what is prefetched; leave out "
+            + ", ".join(chosen)
+        )
 
 
 def _refuse_compiled(root: RootState) -> None:

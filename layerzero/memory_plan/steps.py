@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from layerzero.build.build import Builder
-from layerzero.build.compare import Digests
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
 from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
@@ -55,9 +54,8 @@ class PlannedModel(ZeRO3):
         nn.Module.__init__(self)
         module, plan, arguments, *_ = prepared
         materializer = _WithoutValues(plan.device, None)
-        digests = Digests(plan.device, is_needed=False)
         make = functools.partial(_PlannedRoot, count=count)
-        builder = Builder(plan, topology, arguments, materializer, digests, lambda unit: None)
+        builder = Builder(plan, topology, arguments, materializer, lambda unit: None)
         root = builder.join(builder.build_units(), make)
         materializer.fill_the_rest(module)
         self._become(module, root)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim import step_ops
+from layerzero.optim.huge_pages import prefer_huge_pages
 from layerzero.optim.step_ops import StepTensors
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit

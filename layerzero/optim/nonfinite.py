@@ -57,16 +57,19 @@ class NonFinite(Extension):
     @staticmethod
     def _first_bad(root: RootState, reductions: Sequence[Reduction]) -> str | None:
         """The first parameter of the model whose gradient is not finite on this rank."""
+        values = []
         for reduction in reductions:
             root.streams.wait_on_host(reduction.landed)
-        values = [v for r in reductions for v in r.handle.gradients.reduced(r.chunk)]
+            chunk, dtype = reduction.chunk, reduction.handle.main_shard.dtype
+            # Rounded to the dtype of `.grad`, where that may overflow.
+            values.append(chunk.to(dtype) if chunk.itemsize > dtype.itemsize else chunk)
         if all_finite(values, root.device):
             return None
         bad = {
             reduction.handle.fqns[index]
-            for reduction in reductions
-            for index, part in reduction.handle.gradients.pieces(reduction.chunk, 1.0)
-            if index >= 0 and not bool(torch.isfinite(part).all())
+            for reduction, value in zip(reductions, values, strict=True)
+            for index, part in reduction.handle.gradients.pieces(value)
+            if not bool(torch.isfinite(part).all())
         }
         names = (fqn for unit in root.units for handle in unit.handles for fqn in handle.fqns)
         return next((fqn for fqn in names if fqn in bad), None)

@@ -75,9 +75,7 @@ class Agreement:
         for each in self._reducer.undelivered():
             present.setdefault(id(each.handle), set()).update(each.present)
         handles = [handle for unit in units for handle in unit.handles]
-        keys = [
-            (handle, index) for handle in handles for index in handle.gradients.layout.trainable
-        ]
+        keys = [(handle, index) for handle in handles for index in handle.gradients.trainable]
         rest = [unit for unit in units if unit not in reduced]
         flags = [i in present.get(id(h), ()) or _has_gradient(h, i) for h, i in keys]
         columns = self._exchange.counts([*flags, *map(self._has_left, rest)], self.subject)
@@ -115,11 +113,11 @@ class Agreement:
 
     def scale_to(self, reduction: Reduction, counts: dict[int, int]) -> None:
         """Turn a mean over all ranks into one over so many, for each parameter."""
-        if reduction.unit.options.gradient_scale == 1.0 or reduction.chunk is None:
-            return  # A sum; or one rank alone.
+        if reduction.unit.options.gradient_scale == 1.0:
+            return  # A sum.
         number = reduction.handle.placement.num_averaged
         self._context.streams.wait_on_host(reduction.landed)
-        for index, part in reduction.handle.gradients.split(reduction.chunk):
+        for index, part in reduction.handle.gradients.pieces(reduction.chunk):
             if counts.get(index, 0) not in (0, number):
                 part.mul_(number / counts[index])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,11 +32,36 @@ def install(unit: Unit) -> None:
         unit_refs[sharded_param] = weakref.ref(unit)
         gather = partial(_full_tensor, weakref.ref(sharded_param))
         change_info(sharded_param, gather=gather)
+    for handle in unit.handles:
+        for sharded_param in () if handle.row_multiple is None else handle.sharded_params:
+            _describe_place(sharded_param)
     hooks = unit.state_dict_hooks
     hooks.append(unit.module.register_state_dict_pre_hook(partial(_check_structure, unit)))
     for module in unit.owners:
         hooks.append(module.register_state_dict_post_hook(partial(_show_shards, unit)))
         hooks.append(module.register_load_state_dict_pre_hook(partial(_take_shards, unit)))
+
+
+def _describe_place(parameter: nn.Parameter) -> None:
+    """Have a sharded parameter of whole rows satisfy torch 2.14's `CheckpointableTensor`.
+
+    These are attributes of the tensor, by which `torch.distributed.checkpoint` writes it as a part
+    of the whole parameter. Scalars are of shape [1] there: a 1-D part has a 1-D whole.
+    """
+    info = info_of(parameter)
+    split, shape = info.tensor_parallel, (*info.shape,) or (1,)
+    begin = (0,) * len(shape) if split is None else (split.offset or (0,))
+    local_shape = shape if split is None else (*split.local_shape,) or (1,)
+    row = prod(local_shape[1:]) or 1
+    # A parameter without elements still needs a part: one that no rank writes cannot be read.
+    has_part = parameter.numel() or not prod(shape)
+    parts = {
+        "global_offsets": (begin[0] + info.range[0] // row, *begin[1:]),
+        "local_offsets": (0,) * len(shape),
+        "local_sizes": (*parameter.shape,),
+    }
+    place = {name: (value,) if has_part else () for name, value in parts.items()}
+    parameter.__dict__.update(place, global_shape=shape)
 
 
 def _full_tensor(reference: weakref.ref[nn.Parameter]) -> torch.Tensor:

@@ -187,7 +187,7 @@ def _gather(
     has_grad = [parameter.grad is not None for parameter in handle.sharded_params]
     # Also without a gradient here: ranks with other experts may have one, and all ranks must issue
     # the same collectives.
-    if options.with_grads and (handle.gradients.layout.trainable or any(has_grad)):
+    if options.with_grads and (handle.gradients.trainable or any(has_grad)):
         grads = {i: p.grad for i, p in enumerate(handle.sharded_params) if p.grad is not None}
         flat = flat_of(handle, handle.main_shard.dtype, grads)
         full_grad = gather_flat(root, unit, handle, flat)

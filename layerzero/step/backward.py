@@ -211,7 +211,7 @@ class Backward:
             self._reducer.begin_backward()
             for unit in self._units:
                 # Since the forward, parameters may have been frozen and thawed for another one.
-                unit.follow_requires_grad(lays_out=True)
+                unit.follow_requires_grad(begins_backward=True)
                 if unit.state is UNSHARDED and unit.is_held(_POLICY):
                     unit.show_unsharded()  # A recomputation may use what the forward has shown.
             # If a pass is open, `torch.autograd.grad` runs inside a forward: its visits belong to

@@ -30,6 +30,10 @@ class Extension:
         """A forward of the model begins with a call of `unit`, outside of backward; nothing is
         gathered yet."""
 
+    def before_first_forward(self) -> None:
+        """Before the first forward of the model, and the first after its parameters were emptied or
+        moved; also on a rank that only takes part in it."""
+
     def before_backward(self, forward_pass: Any) -> None:
         """A backward of the model begins, through this `ForwardPass` first."""
 

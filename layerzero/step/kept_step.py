@@ -1,14 +1,14 @@
 """KeptStep: what the engine keeps of a step, and `.grad` meanwhile: sums, or that it is left out.
 
-A `WaitingGradient` stands for gradients of micro-batches that wait (`no_sync`). After a step that
-`on_nonfinite="skip"` leaves out, zeros stand there: later backwards of that step are dropped, too,
-until the program clears its gradients.
+Gradients of micro-batches that wait (`no_sync`) have a stand-in (optim/waiting_gradients.py). After
+a step that `on_nonfinite="skip"` leaves out, zeros stand there: later backwards of that step are
+dropped, too, until the program clears its gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from torch import nn
 from layerzero.comm.streams import Streams
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.unit import Unit
-
-if TYPE_CHECKING:
-    from layerzero.step.placeholders import WaitingGradient
 
 
 class KeptStep:
@@ -28,6 +25,9 @@ class KeptStep:
     """Whether gradients are dropped, until an optimizer's step or `zero_grad`."""
     adds_up = False
     """Whether earlier micro-batches wait; the same on every rank that runs the same passes."""
+    make_stand_in: Callable[..., Any] | None = None
+    """Makes what `.grad` shows of the sum of a sharded parameter, from that, the `GradientSums`,
+    its index there, and the streams; None: `.grad` shows nothing."""
     _waiting_units: Sequence[Unit] = ()
     _is_stepping = False
     """Whether an optimizer steps, for which it was hidden."""
@@ -38,7 +38,7 @@ class KeptStep:
         self._streams = streams
         self._placed: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
         """Parameters with the `.grad` that each shows, and the one before."""
-        self._waiting: dict[nn.Parameter, WaitingGradient] = {}
+        self._waiting: dict[nn.Parameter, Any] = {}
 
     @property
     def is_any(self) -> bool:
@@ -61,15 +61,13 @@ class KeptStep:
                 if sharded.requires_grad:
                     before = sharded.grad
                     self._put(sharded, torch.zeros_like(sharded) if before is None else before)
-        elif self.adds_up:
-            from layerzero.step.placeholders import WaitingGradient
-
+        elif self.adds_up and self.make_stand_in is not None:
             for handle in (handle for unit in self._waiting_units for handle in unit.handles):
-                for index in handle.gradients.layout.trainable:
+                for index in handle.gradients.trainable:
                     sharded = handle.sharded_params[index]
                     if sharded not in self._waiting:
-                        self._waiting[sharded] = WaitingGradient(
-                            sharded.detach(), handle.gradients, index, self._streams
+                        self._waiting[sharded] = self.make_stand_in(
+                            sharded, handle.gradients, index, self._streams
                         )
                     self._put(sharded, self._waiting[sharded].stand_before(sharded.grad))
 
@@ -134,8 +132,8 @@ def whole_sums_fit(handles: Iterable[FlatParamHandle], room: int | None) -> bool
     for handle in handles:
         gradients, main_nbytes = handle.gradients, handle.main_shard.nbytes
         kept += main_nbytes + (handle.compute_shard.nbytes if handle.has_compute_shard else 0)
-        if gradients.layout.trainable and handle.placement.sums_in_shards:
+        if gradients.trainable and handle.placement.sums_in_shards:
             kept += 3 * main_nbytes
-            more += gradients.sum.nbytes
-            more -= gradients.sum.nbytes // handle.placement.reduce_groups[0].size
+            more += gradients.sum_nbytes
+            more -= gradients.sum_nbytes // handle.placement.reduce_groups[0].size
     return more <= (kept if room is None else room)

@@ -46,7 +46,7 @@ def exchange_presence(
                 continue  # All are present; reading the table would block the host.
             anywhere = iter(table.amax(dim=0).tolist())
             for reduction in members:
-                trainable = reduction.handle.gradients.layout.trainable
+                trainable = reduction.handle.gradients.trainable
                 answers[id(reduction)] = {i for i in trainable if next(anywhere)}
         return [(reduction, answers[id(reduction)]) for reduction in reductions]
 
@@ -57,7 +57,7 @@ def flags_tensor(members: Sequence[Reduction], device: torch.device) -> tuple[to
     """[trainable parameters] uint8 on `device`: which had a gradient here; and whether all had.
 
     Does not block the host."""
-    trainable = [each.handle.gradients.layout.trainable for each in members]
+    trainable = [each.handle.gradients.trainable for each in members]
     pairs = [*zip(members, trainable, strict=True)]
     if all(each.present.issuperset(own) for each, own in pairs):
         return torch.ones(sum(map(len, trainable)), dtype=torch.uint8, device=device), True

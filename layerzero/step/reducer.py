@@ -135,11 +135,10 @@ class GradientReducer:
     def _complete_oldest(self) -> None:
         # Removed only when done: after an error `drop` has to wait for it, too.
         reduction = self._in_flight[0]
-        if reduction.pending is not None:
-            with self._context.profile("wait_for_reduce", reduction.unit.label):
-                reduction.pending.wait()
-            gradients = reduction.handle.gradients
-            (gradients.release_buffer if reduction.is_partial else gradients.release)()
+        with self._context.profile("wait_for_reduce", reduction.unit.label):
+            reduction.pending.wait()
+        gradients = reduction.handle.gradients
+        (gradients.release_buffer if reduction.is_partial else gradients.release)()
         if not reduction.is_partial:
             self._undelivered.append(reduction)
         self._in_flight.pop(0)
@@ -169,8 +168,6 @@ class GradientReducer:
             sharded = (p for unit in self._units for p in unit.sharded_params)
             root: Any = self._context.owner()
             self._delivery.clear([*sharded, *root.kept_whole])
-            for reduction, _ in arrived:
-                reduction.handle.gradients.release()
             return
         if self.step_by is not None and any(present for _, present in arrived):
             self.step_by(
@@ -192,11 +189,7 @@ class GradientReducer:
         with torch.no_grad():
             for reduction, present in arrived:
                 self._context.streams.wait_on_host(reduction.landed)
-                gradients, scale = reduction.handle.gradients, reduction.unit.options.gradient_scale
-                hooked += gradients.parts(reduction.chunk, present, scale, plain)
-                if reduction.pending is None:
-                    # One rank alone: the parts came from the buffer itself.
-                    gradients.release()
+                hooked += reduction.handle.gradients.parts(reduction.chunk, present, plain)
         return hooked
 
     def commit(self) -> None:
@@ -231,8 +224,7 @@ class GradientReducer:
         """Drop what the pass that failed brought, after waiting for reductions that read it. Sums
         of earlier micro-batches stay: `Unit.reset` returns to them."""
         for each in self._in_flight:
-            if each.pending is not None:
-                each.pending.wait()
+            each.pending.wait()
         self._in_flight = []
         self._undelivered = []
         self._delivery.undo()

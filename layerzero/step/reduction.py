@@ -36,21 +36,17 @@ def reduce_unit(
     """
     reductions = []
     for handle in unit.handles:
-        gradients, placement = handle.gradients, handle.placement
-        if not gradients.layout.trainable:
+        gradients = handle.gradients
+        if not gradients.trainable:
             continue
-        in_shards = sums_sharded and placement.sums_in_shards
-        if is_last or in_shards:
+        in_shards = sums_sharded and handle.placement.sums_in_shards
+        if is_last or in_shards or gradients.sums_on is not None:
             reduction = Reduction(context, unit, handle, is_partial=not is_last)
             reduction.start(in_shards)
             reductions.append(reduction)
         else:
-            # The sum stays unsharded, and nothing is sent; on the host, if it is to wait there.
+            # The sum stays unsharded on the device, and nothing is sent.
             gradients.collect(handle.unsharded_params, keep_accumulating=True)
-            if gradients.sums_on is not None and placement.num_ranks > 1:
-                reduction = Reduction(context, unit, handle, is_partial=True)
-                reduction.start_offload()
-                reductions.append(reduction)
     return reductions
 
 
@@ -58,15 +54,15 @@ class Reduction:
     """A gradient reduction under way; `chunk` is valid after a wait for `pending`.
 
     A *partial* reduction is that of a micro-batch other than the last: its result stays in the
-    `GradientSums`, and the next micro-batch adds to it.
+    `GradientSums`, and the next micro-batch adds to it. Without a hop to run, the chunk is all of
+    the buffer: on one rank alone, and of an unsharded sum that waits on the host.
     """
 
     present: set[int]
     """Indices of the parameters that had a gradient on this rank."""
-    chunk: torch.Tensor | None = None
-    """[chunk_numel] of the gradients' layout; None on one rank alone, and if partial."""
-    pending: Waitable | None = None
-    """None if nothing has to be waited for: on one rank alone."""
+    chunk: torch.Tensor
+    """[chunk_numel] of the gradients' layout; unset if partial."""
+    pending: Waitable
     landed: Event = None
     """Event after the copy of the chunk to the host, where parameters are offloaded."""
 
@@ -88,10 +84,10 @@ class Reduction:
         handle, gradients, context = self.handle, self.handle.gradients, self._context
         # An unsharded sum on the host is added here, before the first hop. A sharded one has the
         # size of a chunk, and is added after it (`hops` in `_start_hops`).
-        comes_back = gradients.host_sum is not None and not in_shards
-        gradients.collect(handle.unsharded_params, comes_back, bool(context.extensions.reduce))
-        if handle.placement.num_ranks == 1:
-            return  # `GradientBuffer.parts` takes the gradients as they are.
+        waits = self.is_partial and not in_shards
+        comes_back = gradients.host_sum is not None and not (in_shards or waits)
+        for_hook = bool(context.extensions.reduce)
+        gradients.collect(handle.unsharded_params, comes_back or waits, for_hook)
         if comes_back:
             gradients.allocate_buffer()
         result = self._allocate_chunk(in_shards)
@@ -105,7 +101,9 @@ class Reduction:
                     gradients.take_host_sum(gradients.sum)
                     stream.wait(offload.record_event())
                 gradients.fill_buffer()
-            self.pending = self._start_hops(stream, result)
+            groups = handle.placement.reduce_groups
+            groups = groups[: int(in_shards)] if self.is_partial else groups
+            self.pending = self._start_hops(stream, result, groups)
 
     def _allocate_chunk(self, in_shards: bool) -> torch.Tensor | None:
         """[chunk_numel] memory of the compute stream for what the last hop leaves.
@@ -123,49 +121,46 @@ class Reduction:
         dtype = gradients.dtype
         adds_up = in_shards and gradients.is_waiting_after_first_hop
         if adds_up and len(handle.placement.reduce_groups) == 1:
-            dtype = gradients.sum.dtype
+            dtype = gradients.sum_dtype
         elif self.unit.options.deterministic:
             dtype = torch.promote_types(dtype, torch.float32)
-        return torch.empty(gradients.layout.chunk_numel, dtype=dtype, device=gradients.device)
+        return torch.empty(gradients.layout.shard_numel, dtype=dtype, device=gradients.device)
 
-    def start_offload(self) -> None:
-        """Start copying the incomplete unsharded sum to the host. Not collective."""
-        gradients, streams = self.handle.gradients, self._context.streams
-        collected = streams.record_compute_event(streams.main)
-        with streams.offload as offload:
-            offload.wait(collected)
-            gradients.send_to_host(gradients.sum)
-            self.pending = offload.drain_handle()
-
-    def _start_hops(self, stream: CommStream, result: torch.Tensor | None) -> Waitable:
+    def _start_hops(
+        self, stream: CommStream, result: torch.Tensor | None, groups: tuple[ShardGroup, ...]
+    ) -> Waitable:
         """Start the hops: reduce-scatter, outer reduce-scatter, and an all-gather to replicas."""
         context, unit, handle = self._context, self.unit, self.handle
         gradients, placement, options = handle.gradients, handle.placement, unit.options
-        groups = placement.reduce_groups[:1] if self.is_partial else placement.reduce_groups
         # Named before the first one starts: names count in the order of issue, and on gloo another
         # thread issues the later hops.
-        operations = [context.operations.next("reduce-scatter", unit.label, groups[0])]
-        if len(groups) > 1:
-            outer = context.operations.next("outer reduce-scatter", unit.label, groups[1])
-            operations.append(outer)
+        operations = []
+        for verb, group in zip(("reduce-scatter", "outer reduce-scatter"), groups, strict=False):
+            operations.append(context.operations.next(verb, unit.label, group))
         # Scale after the last sum: scaling rounds, and rounding errors would add up. Except in
         # float16, where a sum that is not scaled yet could overflow: scale in the first hop.
-        scales = [1.0] * len(placement.reduce_groups)
+        scales = [1.0] * max(len(placement.reduce_groups), 1)
         scales[0 if gradients.dtype == torch.float16 else -1] = options.gradient_scale
-        given = self._reduced_by_extension(groups[0], scales)
+        given = self._reduced_by_extension(groups[0], scales) if groups else None
         # Sums that wait in shards: this chunk is added to them, or is the first of them.
         adds_up = self.is_partial or gradients.is_waiting_after_first_hop
         # With `outer="replicate"` several ranks own this shard. Each reduces one slice of it and
         # then needs the others: reduce-scatter plus all-gather, instead of an all-reduce.
         copies = placement.owned_slices > 1 and not self.is_partial
         if given is not None and len(groups) == 1:
-            copies = copies and given.numel() < gradients.layout.chunk_numel
+            copies = copies and given.numel() < gradients.layout.shard_numel
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
         is_only_hop = is_only_hop and given is None and not context.extensions.reduced
         transport = context.transport
         started: Waitable
         if given is not None:
             chunk, started = given, stream.drain_handle()
+        elif not groups:
+            if self.is_partial:
+                chunk = gradients.sum
+            else:
+                chunk = torch.mul(gradients.buffer, scales[0], out=result)
+            started = stream.drain_handle()
         else:
             chunk, started = transport.reduce_scatter(
                 gradients.buffer,
@@ -189,8 +184,8 @@ class Reduction:
         def hops(input_done: Callable[[], None]) -> None:
             nonlocal chunk
             started.wait()
-            # Only the first hop reads the full buffer; free it while the others run.
-            input_done()
+            if groups:  # Only the first hop reads the full buffer; free it while the others run.
+                input_done()
             if adds_up and gradients.sums_on is None:
                 chunk = gradients.add_sharded(chunk)
             elif adds_up:
@@ -236,7 +231,7 @@ class Reduction:
             The chunk in the dtype of sums; the complete sum if the reduction is not partial.
         """
         gradients, context = self.handle.gradients, self._context
-        chunk = chunk.to(gradients.sum.dtype)
+        chunk = chunk.to(gradients.sum_dtype)
         ready = stream.record_event()
         with context.streams.offload as offload:
             offload.wait(ready)

@@ -210,9 +210,8 @@ class RootState:
 
     def check_parameters(self) -> None:
         """The first forward begins, or the first after `check_next_forward`."""
-        from layerzero.step.first_forward import check_first_forward
-
-        check_first_forward(self.units, self.device)
+        for before_first_forward in self.extensions.before_first_forward:
+            before_first_forward()
         self.has_forward_checks = False
 
     @remembers_failure

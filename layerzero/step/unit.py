@@ -175,8 +175,8 @@ class Unit:
     _holds = 0
     _is_counted = True
     """Whether the budget for prefetching counts its full buffers."""
-    _is_laid_out = True
-    """Whether gradients are laid out for the parameters that require grad, and no others."""
+    _has_followed = True
+    """Whether gradients are reduced of the parameters that require grad, and no others."""
 
     def __init__(
         self,
@@ -450,35 +450,34 @@ class Unit:
             self.context.replaced.extend(self.views.swap(to_full=False))
             self.shows_unsharded = False
 
-    def follow_requires_grad(self, lays_out: bool = False) -> None:
+    def follow_requires_grad(self, begins_backward: bool = False) -> None:
         """Where `requires_grad` of what modules show was changed, change that of the other form.
 
-        Args:
-            lays_out: a backward begins: lay out gradients for what requires grad by now.
+        A backward that begins reduces gradients of what requires grad by now.
         """
         now = [*map(_requires_grad_of, self._forms[self.shows_unsharded])]
         if now != self._required_grad:
             for sharded, unsharded, requires_grad in zip(*self._forms, now, strict=True):
                 sharded.requires_grad_(requires_grad)
                 unsharded.requires_grad_(requires_grad)
-            self._required_grad, self._is_laid_out = now, False
-        if lays_out and not self._is_laid_out:
+            self._required_grad, self._has_followed = now, False
+        if begins_backward and not self._has_followed:
             self._follow_trainable()
 
     def _follow_trainable(self) -> None:
-        """Lay out the gradient buffers for the parameters that require grad now, and for those that
-        earlier micro-batches of the step have gradients of."""
+        """Reduce gradients of the parameters that require grad now, and of those that earlier
+        micro-batches of the step have gradients of."""
         root: Any = self.context.owner() if self.has_joined else None
         adds_up = root is not None and root.reducer.kept.adds_up
-        self._is_laid_out = True
+        self._has_followed = True
         for handle in self.handles:
-            trainable, former = set(handle.trainable()), handle.gradients.layout.trainable
-            if adds_up and not trainable.issuperset(former):
-                trainable.update(former)
-                self._is_laid_out = False  # Once they are reduced, without those.
-            if len(trainable) != len(former) or not trainable.issuperset(former):
-                handle.gradients.set_trainable(sorted(trainable))
-        self.is_trainable = any(h.gradients.layout.trainable for h in self.handles)
+            former = handle.gradients.trainable if adds_up else ()
+            leaves = enumerate(handle.unsharded_params)
+            now = {index for index, each in leaves if each.requires_grad}
+            # If not: once those are reduced, without them.
+            self._has_followed = self._has_followed and now.issuperset(former)
+            handle.gradients.trainable = tuple(sorted(now.union(former)))
+        self.is_trainable = any(h.gradients.trainable for h in self.handles)
         for trainable_changed in () if root is None else root.extensions.trainable_changed:
             trainable_changed(self)
 

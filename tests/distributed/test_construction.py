@@ -28,6 +28,7 @@ from layerzero import (
     ZeRO3,
 )
 from layerzero.build import compare
+from layerzero.verify.start_values import device_digest, digest
 from tests.harness.checks import (
     assert_bitwise,
     assert_same_on_all_ranks,
@@ -512,7 +513,7 @@ def test_values_of_every_kind_go_from_the_first_rank_to_all_also_to_modules_on_m
     assert model.blocks[1].order.tolist() == [0, 1, 2, 3, 5, 4]
 
 
-@pytest.mark.parametrize("take", [compare.digest, lambda value: int(compare.device_digest(value))])
+@pytest.mark.parametrize("take", [digest, lambda value: int(device_digest(value))])
 def test_a_digest_sees_every_bit_and_its_place(take: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         seen = set()

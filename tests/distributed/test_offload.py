@@ -115,17 +115,20 @@ def _what_is_where() -> None:
             assert all(device.is_on_host(t) for t in on_host if t.numel())
 
 
-def _unfreezes_amid() -> None:
-    with simulated_device():
-        model = sharded(CASES["mlp"], offload=OffloadPolicy(grads=True))
-        batch = torch.randn(2, WIDTH)
-        for frozen in ("stem", "head"):  # Freezing more while sums wait is right.
-            getattr(model, frozen).requires_grad_(False)
-            with model.no_sync():
-                forward_backward(model, batch)
-        model.stem.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="gradients of no_sync wait in host memory"):
-            forward_backward(model, batch)
+def _freezes_and_unfreezes_amid() -> None:
+    batch, found = torch.randn(2, WIDTH), []
+    steps = (("stem", False), ("head", False), ("stem", True), ("head", True))
+    for policy in (None, OffloadPolicy(grads=True)):
+        with simulated_device() as device:
+            model = sharded(CASES["mlp"], offload=policy)
+            for number, (name, trains) in enumerate(steps, 1):
+                getattr(model, name).requires_grad_(trains)
+                with nullcontext() if number == len(steps) else model.no_sync():
+                    forward_backward(model, batch)
+            found.append([(n, p.grad.clone()) for n, p in model.named_parameters()])
+        assert device.findings == []
+    for (name, expected), (_, own) in zip(*found, strict=True):
+        assert_bitwise(own, expected, name)
 
 
 def _storages_resized_to_their_size() -> None:
@@ -309,7 +312,7 @@ def _without_a_device() -> None:
 @on_ranks(2)
 def test_what_waits_on_the_host_and_when() -> None:
     _what_is_where()
-    _unfreezes_amid()
+    _freezes_and_unfreezes_amid()
     _storages_resized_to_their_size()
     _registered_exactly()
     _around_the_step()

@@ -390,11 +390,9 @@ class Replica:
         """Lay gradients out as the reduction's input."""
         for h in self._handles:
             flat = blank[id(h)].zero_()
-            for segment in h.gradients.layout.segments:
-                gradient = gradients[h.fqns[segment.param]].reshape(-1)
-                flat[segment.offset : segment.offset + segment.numel].copy_(
-                    gradient[segment.start : segment.start + segment.numel]
-                )
+            for fqn, start, numel in zip(h.fqns, h.layout.starts, h.layout.numels, strict=True):
+                if fqn in gradients:
+                    flat[start : start + numel].copy_(gradients[fqn].reshape(-1))
         return blank
 
     @torch.no_grad()

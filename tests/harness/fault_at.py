@@ -81,8 +81,7 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
         sums = handle.gradients
         found.append((sums.holds_sum, set(sums.present)))
         found += [_copy(each) for each in (sums.shard_sum, sums.host_sum)]
-        found += [(index, _copy(each)) for index, each in sums._local.items()]
-        if sums.holds_sum and handle.placement.num_ranks > 1:
+        if sums.holds_sum:
             found.append(_copy(sums.sum))
     return found
 

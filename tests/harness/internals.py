@@ -7,8 +7,8 @@ from torch import nn
 
 from layerzero.flat.assigned import move
 from layerzero.model_functions import ordered_units
-from layerzero.step.first_forward import check_first_forward
-from layerzero.step.placeholders import WaitingGradient
+from layerzero.optim.waiting_gradients import WaitingGradient
+from layerzero.state_dict.awaited_values import check_first_forward
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit
 

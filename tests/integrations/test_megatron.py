@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import MixedPrecision
-from layerzero.step.placeholders import WaitingGradient
+from layerzero.optim.waiting_gradients import WaitingGradient
 from layerzero.step.unit import ShardState
 from tests.harness.checks import of_floats
 from tests.harness.ranks import on_ranks, run_ranks

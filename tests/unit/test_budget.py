@@ -18,12 +18,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_876,
-    "flat": 2_540,
-    "step": 4_195,
+    "": 37_706,
+    "flat": 2_257,
+    "step": 4_002,
     "comm": 1_417,
     "watch": 888,
-    "build": 2_341,
+    "build": 2_216,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from layerzero.flat import host_memory as host
-from layerzero.flat.buffer import prefer_huge_pages
 from layerzero.flat.host_memory import HostMemory
+from layerzero.optim.huge_pages import prefer_huge_pages
 from tests.harness.host_memory import FakeRuntime
 
 CPU = torch.device("cpu")

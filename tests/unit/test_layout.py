@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Sequence
-
-import pytest
 
 from layerzero.flat import flatten
-from layerzero.flat.layout import FlatLayout, GradientLayout, ShardRange, alignment_of, round_up
+from layerzero.flat.layout import FlatLayout, alignment_of
 
 
 def test_the_drawing_in_the_module_is_right() -> None:
@@ -52,25 +49,6 @@ def test_padding_of_real_units_is_below_a_thousandth() -> None:
         assert layout.padded_numel - sum(block) < 1e-3 * sum(block)
 
 
-def _table(layout: FlatLayout, trainable: Sequence[int]) -> tuple[int, list[list[ShardRange]]]:
-    """Chunk size and every rank's shards, packed rank by rank: what the arithmetic must come to."""
-    if len(trainable) == len(layout.numels):
-        ranges = map(layout.shard_ranges, range(layout.group_size))
-        return layout.shard_numel, [[own for own in each if own.numel] for each in ranges]
-    chunks, longest = [], 0
-    for rank in range(layout.group_size):
-        ranges, end = [], 0
-        for index in trainable:
-            start, stop = layout.owned_range(index, rank)
-            offset = round_up(end, layout.alignment) if start < stop else 0
-            if start < stop:
-                ranges.append(ShardRange(index, start, stop, offset))
-                end = offset + stop - start
-        chunks.append(ranges)
-        longest = max(longest, end)
-    return round_up(longest, layout.alignment * layout.slices), chunks
-
-
 def test_the_arithmetic_equals_a_table_of_every_rank() -> None:
     generator = random.Random(0)
     for _ in range(2000):
@@ -79,19 +57,10 @@ def test_the_arithmetic_equals_a_table_of_every_rank() -> None:
         alignment, slices = generator.choice([1, 4, 16]), generator.choice([1, 2, 3])
         layout = FlatLayout.build(numels, group_size, alignment, slices)
         _check_owners(layout)
-        trainable = [index for index in range(count) if generator.random() < 0.6]
-        gradients = GradientLayout.build(layout, trainable)
-        chunk_numel, chunks = _table(layout, trainable)
-        assert gradients.chunk_numel == chunk_numel
-        if len(trainable) == count:
-            assert len(gradients.segments) == sum(numel > 0 for numel in numels), "one run each"
-        found = (gradients.runs_in(rank * chunk_numel, chunk_numel) for rank in range(group_size))
-        assert [sorted(each) for each in found] == chunks
-        assert _elements(gradients.segments) == _elements(
-            part._replace(offset=rank * chunk_numel + part.offset)
-            for rank, chunk in enumerate(chunks)
-            for part in chunk
-        )
+        numel = layout.shard_numel
+        for rank in range(group_size):
+            own = [part for part in layout.shard_ranges(rank) if part.numel]
+            assert [*layout.runs_in(rank * numel, numel)] == own
 
 
 def _check_owners(layout: FlatLayout) -> None:
@@ -110,33 +79,18 @@ def _check_owners(layout: FlatLayout) -> None:
     assert ends == [*layout.numels]
 
 
-def _elements(ranges) -> list[tuple[int, int, int]]:
-    """(position in the buffer, parameter, element of it) of all elements."""
-    return [
-        (part.offset + place, part.param, part.start + place)
-        for part in ranges
-        for place in range(part.numel)
-    ]
-
-
-@pytest.mark.parametrize("frozen", [(), (1,), (0, 2, 5)], ids=["all", "one frozen", "half frozen"])
-def test_a_layout_costs_the_same_memory_for_any_number_of_ranks(frozen: tuple[int, ...]) -> None:
+def test_a_layout_costs_the_same_memory_for_any_number_of_ranks() -> None:
     numels = [4096, 3 * 4096**2, 4096**2, 4096, 8 * 4096**2, 8 * 4096**2, 3]
-    trainable = [index for index in range(len(numels)) if index not in frozen]
 
-    def cost(group_size: int) -> tuple[int, int]:
+    def cost(group_size: int) -> int:
         tracemalloc.start()
         layout = FlatLayout.build(numels, group_size, alignment=16)
-        gradients = GradientLayout.build(layout, trainable)
-        own = gradients.runs_in(group_size // 2 * gradients.chunk_numel, gradients.chunk_numel)
-        assert len([*own]) <= len(trainable)
+        own = layout.runs_in(group_size // 2 * layout.shard_numel, layout.shard_numel)
+        assert len([*own]) <= len(numels)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        return len(gradients.segments), peak
+        return peak
 
     cost(2)
-    few, of_few = cost(8)
-    for group_size in (64, 4096, 1 << 20):
-        many, of_many = cost(group_size)
-        assert many <= 3 * len(trainable)
-        assert of_many <= of_few * max(1.0, many / few) + 4096
+    few = cost(8)
+    assert all(cost(group_size) <= few + 4096 for group_size in (64, 4096, 1 << 20))

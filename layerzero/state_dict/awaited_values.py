@@ -10,7 +10,20 @@ import torch.distributed as dist
 
 from layerzero.comm.exchanges import gather_texts
 from layerzero.flat import unset_values
+from layerzero.step.extension import Extension
 from layerzero.step.unit import Unit
+
+
+class AwaitedValues(Extension):
+    """Runs the checks."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        """`units` is the root's list."""
+        self._units = units
+        self._device = device
+
+    def before_first_forward(self) -> None:
+        check_first_forward(self._units, self._device)
 
 
 def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:

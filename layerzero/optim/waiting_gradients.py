@@ -7,10 +7,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from layerzero.comm.streams import Streams
 from layerzero.flat.gradient_sums import GradientSums
+from layerzero.flat.parameter_info import info_of
 
 _aten = torch.ops.aten
 _VERBS: dict[Any, str] = {_aten.zero_.default: "zero_", _aten._foreach_zero_.default: "zero_"}
@@ -30,19 +32,19 @@ class WaitingGradient(torch.Tensor):
     """
 
     @staticmethod
-    def __new__(cls, shard: torch.Tensor, *_: object) -> WaitingGradient:
+    def __new__(cls, sharded: nn.Parameter, *_: object) -> WaitingGradient:
         own: WaitingGradient = torch.Tensor._make_wrapper_subclass(
-            cls, shard.shape, dtype=shard.dtype, device=shard.device
+            cls, sharded.shape, dtype=sharded.dtype, device=sharded.device
         )
         return own
 
     def __init__(
-        self, shard: torch.Tensor, gradients: GradientSums, index: int, streams: Streams
+        self, sharded: nn.Parameter, gradients: GradientSums, index: int, streams: Streams
     ) -> None:
-        """`index`: of the parameter, whose shard is `shard`."""
+        """`index`: of the parameter, whose sums are in `gradients`."""
         self.before: torch.Tensor | None = None
         """The `.grad` of before: reduced gradients, to which the sum will be added."""
-        self._index = index
+        self._index, self._range = index, info_of(sharded).range
         self._streams = streams
         self._gradients_ref = weakref.ref(gradients)
 
@@ -63,10 +65,13 @@ class WaitingGradient(torch.Tensor):
 
     def _read(self) -> torch.Tensor:
         value = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        gradients = self._gradients_ref()
-        if gradients is not None:
-            self._sums()  # Which waits for them.
-            gradients.add_waiting_to(value, self._index)
+        gradients, (begin, end) = self._gradients_ref(), self._range
+        self._sums()  # Which waits for them.
+        for start, part in () if gradients is None else gradients.waiting(self._index):
+            first, last = max(start, begin), min(start + part.numel(), end)
+            if first < last:
+                target = value.view(-1)[first - begin : last - begin]
+                target.add_(part[first - start : last - start].to(value.device))
         return value if self.before is None else value.add_(self.before)
 
     def drop(self) -> None:
