@@ -25,21 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-_aten = torch.ops.aten
-_SAME_SHAPE = (
-    _aten.detach.default,
-    _aten.alias.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-    _aten.copy_.default,
-    _aten.fill_.Scalar,
-    _aten.zero_.default,
-    _aten.empty_like.default,
-    _aten.zeros_like.default,
-    _aten.ones_like.default,
-    _aten.full_like.default,
-    _aten._pin_memory.default,
-)
+_SAME_SHAPE = {
+    *("detach", "alias", "clone", "_to_copy", "copy_", "fill_", "zero_", "_pin_memory"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "is_pinned", "equal"),
+}
 """Operations that work on a shard as on the full tensor, besides element-wise ones."""
 
 
@@ -160,32 +149,35 @@ class ParameterShard(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        shards = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
-        first = shards[0] if shards else None
-        if func is _aten.copy_.default and first is not args[0]:
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith("_foreach_"):  # One by one: averages over state dicts use it.
+            columns = [x if isinstance(x, list) else [x] * len(args[0]) for x in args]
+            single = getattr(torch.Tensor, name.removeprefix("_foreach_"))
+            results = [single(*row, **kwargs) for row in zip(*columns, strict=True)]
+            return results if func._schema.returns else None
+        operands = (*args, *kwargs.values())
+        shards = [each for each in operands if isinstance(each, cls)]
+        first: Any = shards[0] if shards else None
+        if name == "copy_" and first is not args[0]:
             args[1]._refuse_bytes()  # Elements of a shard would be broadcast over a whole tensor.
-        if first is None or not all(first.is_of_same_place(other) for other in shards):
-            raise NotImplementedError(f"{func}: the operands are shards of different ranges")
-        is_plain = func is _aten.copy_.default and type(args[1]) in (torch.Tensor, nn.Parameter)
+        if shards and name == "new_empty" and tuple(args[1]) == tuple(first.shape):
+            return first.like(first.local.new_empty(first.local.shape, **kwargs))
+        plain = [x for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, cls)]
+        is_pointwise = torch.Tag.pointwise in func.tags and not any(each.ndim for each in plain)
+        of_one_range = shards and all(first.is_of_same_place(other) for other in shards)
+        if not (of_one_range and (name in _SAME_SHAPE or is_pointwise)):
+            raise NotImplementedError(
+                f"{func} needs the whole tensor, or shards of one range; this rank has {shards}. "
+                "Use .local, or .full_tensor() on all ranks"
+            )
+        is_plain = name == "copy_" and type(args[1]) in (torch.Tensor, nn.Parameter)
         if is_plain and args[1].shape == first.shape:  # `state_dict()[name].copy_(whole)`
             args = (first, first.part_of(args[1]), *args[2:])
         local_args = [each.local if isinstance(each, cls) else each for each in args]
         local_kwargs = {k: v.local if isinstance(v, cls) else v for k, v in kwargs.items()}
-        if func in (_aten.equal.default, _aten.is_pinned.default):
-            return func(*local_args, **local_kwargs)
-        if func is _aten.new_empty.default and tuple(args[1]) == tuple(first.shape):
-            return first.like(first.local.new_empty(first.local.shape, **kwargs))
-        others_are_scalars = all(
-            isinstance(each, cls) or not isinstance(each, torch.Tensor) or each.ndim == 0
-            for each in (*args, *kwargs.values())
-        )
-        is_pointwise = torch.Tag.pointwise in func.tags and others_are_scalars
-        if not (func in _SAME_SHAPE or is_pointwise):
-            raise NotImplementedError(
-                f"{func} needs the whole tensor of shape {tuple(first.shape)}, of which this rank "
-                "has a shard. Use .local, or .full_tensor() on all ranks"
-            )
         result = func(*local_args, **local_kwargs)
+        if not isinstance(result, torch.Tensor):
+            return result
         return first if result is first.local else first.like(result)
 
     def _boxes(self) -> list[Box]:

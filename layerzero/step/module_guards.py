@@ -188,14 +188,14 @@ def _convert(module: Any, convert: _Convert, recurse: bool, keeps_sharded: bool)
                 parameter.grad.data = convert(parameter.grad.data)
 
 
-_SHAPES = re.compile(r"\b(shape|size)s?\b")
+_SHAPES = re.compile(r"\b(shapes?|sizes?|out of (bounds|range))\b")
 _NOTE = "only this unit's own parameters are full here; those of other units are shards"
 
 
 def note_shape(error: BaseException, label: str) -> None:
     """Extend an error about shapes: torch's own message does not show which tensors are shards."""
     text = str(error.args[0]) if error.args else ""
-    if isinstance(error, RuntimeError) and _SHAPES.search(text) and _NOTE not in text:
+    if isinstance(error, RuntimeError | IndexError) and _SHAPES.search(text) and _NOTE not in text:
         text += (
             f" ({label}: {_NOTE}. To use a parameter of another unit, call the module that "
             "owns it, put both modules into one unit (auto_wrap_policy), or register the method "

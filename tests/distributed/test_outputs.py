@@ -246,26 +246,34 @@ def test_generators_are_outputs() -> None:
     trained_alike(partial(Streaming, "generator"), Block, run=run)
 
 
-class Borrowing(nn.Module):
-    """Uses the weight of a child without calling it."""
+class Lent(nn.Linear):
+    """A unit whose weight two ranks share."""
 
-    def __init__(self) -> None:
+
+class Borrowing(nn.Module):
+    """Uses the weight of a child without calling it: too few of its rows are there."""
+
+    def __init__(self, as_classes: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.block, self.lent, self.as_classes = Block(), Lent(WIDTH, 64), as_classes
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.blocks[0](x), self.blocks[1].up.weight)
+        logits = nn.functional.linear(self.block(x), self.lent.weight)
+        last = torch.full((len(x),), self.lent.out_features - 1)
+        return nn.functional.cross_entropy(logits, last) if self.as_classes else logits
 
 
 @on_ranks(2)
 def test_an_error_about_shapes_says_which_parameters_are_full_and_what_to_do() -> None:
-    model = zero3(Borrowing, Block)
-    with pytest.raises(
-        RuntimeError,
-        match=r"(?s)root unit: only this unit's own parameters are full here.*call the module that",
-    ) as raised:
-        model(torch.randn(2, WIDTH))
-    assert str(raised.value).count("those of other units are shards") == 1
+    classes = zero3(partial(Borrowing, True), Block, Lent, layout="rows")
+    for model, error in ((zero3(Borrowing, Block, Lent), RuntimeError), (classes, IndexError)):
+        with pytest.raises(
+            error,
+            match=r"(?s)root unit: only this unit's own parameters are full here.*call the module "
+            "that",
+        ) as raised:
+            model(torch.randn(2, WIDTH))
+        assert str(raised.value).count("those of other units are shards") == 1
     together = zero3(Borrowing)
     x = torch.randn(2, WIDTH)
     assert_bitwise(together(x), seeded(Borrowing)(x), "in one unit")

@@ -103,9 +103,19 @@ def test_shards_can_be_copied_cast_saved_and_loaded_on_their_rank() -> None:
         assert_bitwise((copied[name] + 1).local, parameter.detach(), name)
         assert torch.equal(shard.bfloat16().local, parameter.detach().bfloat16())
         assert torch.equal(shard.clone(), shard)
-        for needs_others in (Tensor.sum, lambda t: t.view(-1), lambda t: t @ t.T, Tensor.tolist):
-            with pytest.raises((NotImplementedError, RuntimeError)):
+        for needs_others in (
+            *(Tensor.sum, lambda t: t.view(-1), lambda t: t @ t.T),
+            *(lambda t: t.tolist(), lambda t: torch._foreach_norm([t])),
+            lambda t: dist.broadcast(t, 0),
+        ):
+            with pytest.raises((NotImplementedError, RuntimeError), match="whole"):
                 needs_others(shard)
+    # As timm's ModelEmaV3.
+    averages, values = list(copy.deepcopy(copied).values()), list(shards.values())
+    torch._foreach_lerp_(averages, values, weight=0.25)
+    steps = torch._foreach_sub(averages, list(copied.values()))
+    for average, value, step, old in zip(averages, values, steps, copied.values(), strict=True):
+        assert torch.equal(average, old.lerp(value, 0.25)) and torch.equal(step, average - old)
     file = io.BytesIO()
     torch.save(copied, file)
     file.seek(0)
