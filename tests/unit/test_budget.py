@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_706,
+    "": 37_698,
     "flat": 2_257,
     "step": 4_002,
     "comm": 1_417,
