@@ -79,6 +79,9 @@ class _Rounded(Run):
                         assert_bitwise(loss, other * self._divisor, f"loss after {ways}")
         self._compare_gradients(sums)
 
+    def _evaluate(self) -> None:
+        """The next step compares as much."""
+
     def _plain(self) -> nn.Module:
         """What computes the twin's gradients: in bfloat16 a copy, with its hooks."""
         if self._precision is None:
@@ -178,7 +181,7 @@ PRECISIONS = [
 
 
 def _train_rounded(seed: int) -> None:
-    actions = ["nothing", "freeze", "unshard", "reshards", "gather"]
+    actions = ["nothing", "freeze", "unshard", "reshards", "gather", "write", "write"]
     precision = PRECISIONS[seed % len(PRECISIONS)]
     casts = precision is None or precision.cast_forward_inputs
     make = functools.partial(_Rounded, precision=precision)
@@ -301,7 +304,7 @@ def _train_on_a_device(seed: int) -> None:
             "arena": False,
         }
         make = functools.partial(Run, start="given", **given)
-        _train(seed, make, ["nothing", "raise", "freeze"])
+        _train(seed, make, ["nothing", "raise", "freeze", "join"])
         assert device.findings == []
 
 
