@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import MixedPrecision, ZeRO3, units
-from tests.harness.checks import named
+from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import Shared, assert_trains_alike, linears, sharded, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Block, Mlp
@@ -256,6 +256,12 @@ def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None
         else:  # The first unit stayed: two gathers in forward, two in backward.
             assert sent.by_group[everyone] == gradients
             assert sent.by_group[inner] == 4 * p // 3 * 2 // 3
+    model(batch)  # Keeps what a write makes stale.
+    expected = linears(3, 96, mixed_precision=precision)
+    for parameter in (*model.parameters(), *expected.parameters()):
+        parameter.data.mul_(0.5)
+    with torch.no_grad():
+        assert_bitwise(model(batch), expected(batch), "with other weights")
 
 
 @on_ranks(4)
