@@ -1,5 +1,6 @@
 """Layered ZeRO: gathered over a shard group, owned over all ranks, in every mode and split."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import Shared, assert_trains_alike, linears, sharded, zero3
 from tests.harness.internals import inner_units
 from tests.harness.models import CASES, Block, Mlp
+from tests.harness.random_programs import WEIGHTS
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
 from tests.harness.reference import (
@@ -256,12 +258,25 @@ def test_compute_shards_kept_after_forward_serve_the_backward(low: bool) -> None
         else:  # The first unit stayed: two gathers in forward, two in backward.
             assert sent.by_group[everyone] == gradients
             assert sent.by_group[inner] == 4 * p // 3 * 2 // 3
-    model(batch)  # Keeps what a write makes stale.
-    expected = linears(3, 96, mixed_precision=precision)
-    for parameter in (*model.parameters(), *expected.parameters()):
-        parameter.data.mul_(0.5)
-    with torch.no_grad():
-        assert_bitwise(model(batch), expected(batch), "with other weights")
+
+
+@on_ranks(4)
+def test_what_a_forward_gathered_is_not_used_after_a_write() -> None:
+    own = batches_of(CASES["mlp"], 4, steps=1)[0][dist.get_rank()]
+    for (mode, size), dtype in itertools.product(
+        [("zero1", 2), ("shard", 2), ("zero1", 1), ("replicate", 2)],
+        (torch.float32, torch.bfloat16),
+    ):
+        precision = MixedPrecision(param_dtype=dtype)
+        options = {"mixed_precision": precision, "reshard_after_forward": "compute_shard"}
+        model, plain = _layered("mlp", size, mode, **options), seeded(Mlp)
+        for name, write in WEIGHTS.items():
+            model(own)
+            with torch.no_grad():
+                for each in (model, plain):
+                    write([*each.parameters()])
+                expected = copy.deepcopy(plain).to(dtype)(own.to(dtype))
+                assert_bitwise(model(own), expected, f"{mode}, {size}, {dtype}, {name}")
 
 
 @on_ranks(4)
