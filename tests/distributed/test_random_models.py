@@ -291,7 +291,7 @@ def _train_apart(seed: int, group: str) -> None:
 def test_random_models_whose_ranks_take_other_ways_train_like_one_process(
     world_size: int, seeds: range, group: str, on_each_seed: Any
 ) -> None:
-    on_each_seed(world_size, _train_apart, seeds, group, fresh=True)
+    on_each_seed(world_size, _train_apart, seeds, group)
 
 
 def _train_on_a_device(seed: int) -> None:
