@@ -190,7 +190,7 @@ def _know(model: nn.Module, given: tuple[Tensor]) -> None:
 
 
 def random_model(seed: int, dtype: torch.dtype, is_entered: bool = False) -> nn.Sequential:
-    """`is_entered`: some of its `Branches` only some ranks enter, behind a layer of all."""
+    """`is_entered`: some of its `Branches` only some ranks enter, between two layers of all."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(*(_make(rng, rng.randint(1, 2)) for _ in range(rng.randint(1, 3))))
@@ -208,6 +208,7 @@ def random_model(seed: int, dtype: torch.dtype, is_entered: bool = False) -> nn.
         for part in (part for part in model[:-1].modules() if isinstance(part, Branches)):
             part.way = "entered" if rng.random() < 0.5 else part.way
         model[-1].way = "entered"
+        model.append(nn.Linear(WIDTH, WIDTH))
     ways = ("recomputed", "entered")
     for part in (part for part in model.modules() if getattr(part, "way", "") in ways):
         for inner in part.modules():

@@ -764,7 +764,7 @@ class Run:
         """A pass that raises on all ranks, which leaves what earlier passes added up."""
         error = self.rng.choice([Boom, KeyboardInterrupt])
         modules = dict(self._model.named_modules())
-        name = self.rng.choice(self._called())
+        name = self.rng.choice([name for name, _ in self._twin.named_modules() if name])
         where = self.rng.choice(["before", "after", "backward"])
         waits = self.rng.random() < 0.5
         self.log.append(("fails", where, name))
@@ -791,15 +791,6 @@ class Run:
             fails = False
         for batch in batches if not fails and where == "backward" else ():
             _backward(self._twin(batch), self._divisor)
-
-    def _called(self) -> list[str]:
-        """Names of modules, but for those that only some ranks enter."""
-        parts = dict(self._twin.named_modules())
-        return [
-            name
-            for name in parts
-            if name and "entered" not in (_way_of(parts[each]) for each in _above(name))
-        ]
 
     def _raise(self) -> None:
         self._fail()
@@ -832,6 +823,8 @@ class Run:
     @torch.no_grad()
     def _write(self) -> None:
         """Other weights, perhaps for an evaluation alone."""
+        if self._keeps_full:
+            return  # As with torch, what stays full has the values from before.
         way, comes_back = self.rng.choice([*WEIGHTS]), self.rng.random() < 0.5
         self.log.append(("writes", way, comes_back))
         both = [*self._model.parameters()], [*self._twin.parameters()]
