@@ -70,8 +70,8 @@ SWEEPS := life_cycle exceptions nonfinite memory_budget ledger \
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k fuzzed --cases $(CASES) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \
-		tests/distributed/test_optional_random.py tests/distributed/test_random_parallel.py \
-		tests/distributed/test_pipeline.py --slow -k random --seeds $(SEEDS) $(ARGS)
+		tests/distributed/test_random_parallel.py tests/distributed/test_pipeline.py \
+		--slow -k random --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/distributed/test_checked_bytes.py --slow --seeds $(SEEDS) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SWEEPS:%=tests/distributed/test_%.py) \
 		tests/ops/test_cuda_build.py tests/ops/test_cuda_emulation.py tests/integrations/test_megatron.py \

@@ -1,6 +1,5 @@
 """Frozen parameters cost nothing, and what is frozen may change between steps."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from layerzero import OffloadPolicy, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
-    assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     trained_alike,
@@ -26,7 +24,6 @@ from tests.harness.compare import (
 )
 from tests.harness.internals import WaitingGradient
 from tests.harness.models import (
-    CASES,
     WIDTH,
     Block,
     FrozenParts,
@@ -38,10 +35,8 @@ from tests.harness.models import (
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
-    Terms,
     backward_of,
     backward_of_all_ranks,
-    batches_of,
     forward_backward,
     full_gradients,
     in_turn,
@@ -113,31 +108,6 @@ def test_a_wholly_frozen_model_passes_gradients_to_its_input() -> None:
     assert_trains_alike(model, plain)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks()
-def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(world_size: int) -> None:
-    """As GANs do: the discriminator's forward is over, and its parameters are not to learn. What
-    earlier micro-batches have added counts."""
-    hooked: list[Tensor] = []
-    for accumulation in ("sharded", "unsharded"):
-        for frozen_in, count in ((0, 1), (1, 3), (2, 3)):
-            model = zero3(Mlp, Block, accumulation=accumulation)
-            plain = seeded(Mlp)
-            model.blocks[0].up.weight.register_post_accumulate_grad_hook(hooked.append)
-            batches = [step[0] for step in batches_of(CASES["mlp"], 1, steps=count)]
-            for each in (model, plain):
-                for number, batch in enumerate(batches):
-                    wait = number + 1 < count and each is model
-                    with model.no_sync() if wait else contextlib.nullcontext():
-                        loss = each(batch).square().mean()
-                        each.blocks.requires_grad_(number != frozen_in)
-                        loss.backward()
-                        each.blocks.requires_grad_(True)
-            assert bool(hooked) == (count > 1)
-            hooked.clear()
-            assert_same_gradients(model, plain)
-
-
 class _FreezesItself(Mlp):
     """Freezes a block inside a forward, where it is unsharded, and thaws it in the next one."""
 
@@ -154,30 +124,6 @@ class _FreezesItself(Mlp):
 def test_a_forward_may_freeze_its_own_parameters() -> None:
     twice = backward_of(lambda model, batch: loss_of(model(batch)) + loss_of(model(batch)))
     trained_alike(_FreezesItself, Block, run=twice)
-
-
-@pytest.mark.parametrize(("world_size", "zero3_size"), [(1, None), (2, None), (4, 2)])
-@on_ranks()
-def test_each_micro_batch_may_train_other_parameters(
-    world_size: int, zero3_size: int | None
-) -> None:
-    sets = [("",), ("blocks.0", "head"), ("blocks.1.up",), ("blocks.0.down", "stem", "blocks.1")]
-    for accumulation in ("sharded", "unsharded"):
-        model = zero3(Mlp, Block, accumulation=accumulation, zero3_size=zero3_size)
-        plain, terms = seeded(Mlp), Terms()
-        for step in range(2):
-            for each in (model, plain):
-                each.zero_grad()
-            micro = batches_of(CASES["mlp"], dist.get_world_size(), steps=4, seed=step)
-            for number, (prefixes, batch) in enumerate(zip(sets, micro, strict=True)):
-                for each in (model, plain):
-                    for name, parameter in each.named_parameters():
-                        parameter.requires_grad_(name.startswith(prefixes))
-                last = number == len(sets) - 1
-                with contextlib.nullcontext() if last else model.no_sync():
-                    forward_backward(model, batch[dist.get_rank()])
-                backward_of_all_ranks(plain, batch, terms=terms)
-            assert_same_gradients(model, plain, terms, f"{accumulation}, step {step}: gradient of")
 
 
 class _Tables(nn.Module):

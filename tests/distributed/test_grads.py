@@ -26,7 +26,6 @@ from tests.harness.models import (
     Mlp,
     TiedAcrossUnits,
     Transformer,
-    rows,
     tensors_of,
 )
 from tests.harness.ranks import on_ranks
@@ -82,43 +81,6 @@ class Complex(nn.Module):
 @on_ranks(2)
 def test_a_complex_parameter_has_the_gradient_of_the_reference() -> None:
     trained_alike(Complex)
-
-
-class _OptionalBlock(nn.Module):
-    """Always called, but its second layer works only where the batch says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(WIDTH, WIDTH)
-        self.sometimes = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, flag: bool) -> Tensor:
-        x = torch.tanh(self.always(x))
-        return self.sometimes(x) if flag else x
-
-
-class _Optional(nn.Module):
-    """The batch says whether parts of its blocks run, and of the root: (x, flag)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_OptionalBlock() for _ in range(3))
-        self.extra = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, batch: tuple[Tensor, bool]) -> Tensor:
-        x, flag = batch
-        for block in self.blocks:
-            x = block(x, flag)
-        return self.extra(x) if flag else x
-
-
-@on_ranks(3)
-def test_a_parameter_unused_on_one_rank_counts_as_zero_there() -> None:
-    generator = torch.Generator().manual_seed(0)
-    # On one rank, on another, on none, on all, on one again.
-    used = [{0}, {2}, set(), {0, 1, 2}, {0}]
-    batches = [[(rows(generator), rank in ranks) for rank in range(3)] for ranks in used]
-    trained_alike(_Optional, _OptionalBlock, batches=batches, optimizer="adamw")
 
 
 # A tied parameter stays one parameter: one name, one gradient, which is the sum over its uses -----

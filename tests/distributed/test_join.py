@@ -9,7 +9,6 @@ micro-batches on all ranks.
 import contextlib
 import functools
 import itertools
-import random
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -178,26 +177,6 @@ def test_every_distribution_of_batches_trains_as_one_process() -> None:
         if any(counts):
             clips = 0.05 if sum(counts) % 2 else None
             _train(_counts(*counts), clips, active=counts[0] % 2 == 1)
-
-
-def _random_plan(seed: int, **settings: Any) -> None:
-    rng = random.Random(seed)
-    plan = tuple(
-        tuple(rng.randint(1, 3) for _ in range(rng.randint(0, 3)))
-        for _ in range(dist.get_world_size())
-    )
-    plan = plan if any(plan) else ((1,), *plan[1:])
-    clips, active = rng.choice([None, 0.05]), rng.random() < 0.5
-    _train(plan, clips, active, **settings)
-
-
-@on_ranks(2)
-def test_they_do_where_messages_carry_no_name_and_on_a_device() -> None:
-    group = make_plain_group(TIMEOUT)
-    for seed in range(2):
-        with simulated_device(on_current_stream=seed == 1) as device:
-            _random_plan(seed, process_group=group)
-            assert device.findings == [], f"seed {seed}"
 
 
 LOOPS = (

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ from tests.harness.reference import (
     batches_of,
     forward_backward,
     full_gradients,
-    full_parameters,
     mlp_batches,
     on_meta,
     own_batch,
@@ -228,56 +228,6 @@ def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
     assert losses[: len(steps)] == losses[len(steps) :]
 
 
-class _Average:
-    """As tutorials write it: the weights are kept as they are, and put back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.shadow = {name: p.data.clone() for name, p in model.named_parameters()}
-
-    def update(self) -> None:
-        for name, p in self.model.named_parameters():
-            self.shadow[name] = (0.3 * p.data + 0.7 * self.shadow[name]).clone()
-
-    def apply(self) -> None:
-        self.backup = {}
-        for name, p in self.model.named_parameters():
-            self.backup[name] = p.data
-            p.data = self.shadow[name]
-
-    def restore(self) -> None:
-        for name, p in self.model.named_parameters():
-            p.data = self.backup[name]
-
-
-def _run(model: nn.Module, optimizer: torch.optim.Optimizer, where: str) -> dict[str, torch.Tensor]:
-    average, outputs = _Average(model), {}
-    batches = [step[0] for step in batches_of(CASES["mlp"], 1, steps=8)]
-
-    def evaluate(name: str) -> None:
-        average.apply()
-        with torch.inference_mode() if where == "inference" else torch.no_grad():
-            outputs[name] = model(batches[-1]).clone()
-        if where == "summoned":
-            outputs.update({f"{name} {key}": p for key, p in full_parameters(model).items()})
-        average.restore()
-
-    for step in range(3):
-        optimizer.zero_grad()
-        if where == "amid accumulation":
-            with model.no_sync() if isinstance(model, ZeRO3) else nullcontext():
-                model(batches[step + 3]).square().mean().backward()
-            evaluate(f"amid {step}")
-        loss = model(batches[step]).square().mean()
-        if where == "before backward":
-            evaluate(f"before {step}")
-        loss.backward()
-        optimizer.step()
-        average.update()
-        evaluate(f"after {step}")
-    return {**outputs, **full_parameters(model)}
-
-
 @on_ranks(2)
 def test_a_functional_call_with_other_tensors_names_what_works() -> None:
     model, x = zero3(Mlp, Block), own_batch()
@@ -289,27 +239,49 @@ def test_a_functional_call_with_other_tensors_names_what_works() -> None:
         assert_bitwise(functional_call(model, whole, x), expected.detach(), "summoned")
 
 
+def _evaluated_elsewhere(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """With other weights, as those of an average, which are put back."""
+    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in kept:
+        parameter.data = 0.3 * data
+    with torch.no_grad():
+        output = model(batch)
+    for parameter, data in kept:
+        parameter.data = data
+    return output
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
-def test_weights_that_are_swapped_for_an_evaluation_come_back(world_size: int) -> None:
-    sgd = OPTIMIZERS["sgd_momentum"]
-    cases: list[tuple[str, Callable[..., torch.optim.Optimizer], dict[str, object]]] = [
-        ("inference", sgd, {}),
-        ("summoned", sgd, {"reshard_after_forward": False}),
-        ("before backward", sgd, {"zero3_size": 1}),
-        ("amid accumulation", sgd, {"zero3_size": 1, "outer": "replicate"}),
-        ("amid accumulation", sgd, {"accumulation": "unsharded"}),
-        *[("amid accumulation", AdamW, {})] * HAS_FMA,
+def test_weights_that_are_swapped_amid_a_step_come_back(world_size: int) -> None:
+    """Between steps random models do."""
+    first, second, other = (step[0] for step in batches_of(CASES["mlp"], 1, steps=3))
+    sgd, fused = OPTIMIZERS["sgd_momentum"], partial(torch.optim.AdamW, fused=True)
+    cases: list[tuple[Any, Any, dict[str, object]]] = [
+        (sgd, sgd, {"zero3_size": 1}),
+        (sgd, sgd, {"zero3_size": 1, "outer": "replicate"}),
+        (sgd, sgd, {"accumulation": "unsharded"}),
+        *[(AdamW, fused, {})] * HAS_FMA,
     ]
-    for where, build, options in cases:
-        model = zero3(Mlp, Block, **options)
-        plain = seeded(Mlp)
-        ours = _run(model, build(model.parameters()), where)
-        plain_build = partial(torch.optim.AdamW, fused=True) if build is AdamW else build
-        expected = _run(plain, plain_build(plain.parameters()), where)
-        assert ours.keys() == expected.keys()
-        for name, value in expected.items():
-            assert_bitwise(ours[name], value, f"{where}, {options}, {name}")
+    for build, plain_build, options in cases:
+        models = zero3(Mlp, Block, **options), seeded(Mlp)
+        optimizers = [
+            make(m.parameters()) for make, m in zip((build, plain_build), models, strict=True)
+        ]
+        for step in range(3):
+            outputs = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                with model.no_sync() if model is models[0] else nullcontext():
+                    loss_of(model(first)).backward()
+                outputs.append(_evaluated_elsewhere(model, other))
+                loss = loss_of(model(second))
+                outputs.append(_evaluated_elsewhere(model, other))
+                loss.backward()
+                optimizer.step()
+            for own, expected in zip(outputs[:2], outputs[2:], strict=True):
+                assert_bitwise(own, expected, f"{options}, output in step {step}")
+            assert_same_values(*models)
 
 
 class _TwoHeads(nn.Module):

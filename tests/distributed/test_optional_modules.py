@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,56 +18,72 @@ from torch.utils.checkpoint import checkpoint
 from layerzero import ZeRO3
 from layerzero.optional.optional_units import Places
 from layerzero.watch import desync
-from tests.harness.checks import error_in_time, named
+from tests.harness.checks import assert_close_in_float64, error_in_time, named
+from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import inner_units
-from tests.harness.models import WIDTH, Block, Routed
-from tests.harness.optional_runs import (
-    SIMPLE,
-    Backbone,
-    Model,
-    Region,
-    Run,
-    Sample,
-    Slot,
-    TextBlock,
-    loss_of,
-)
+from tests.harness.models import WIDTH, Block, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import recorded_operations
-from tests.harness.reference import seeded
+from tests.harness.reference import added, full_gradients, seeded
 from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 
 TIMEOUT = timedelta(seconds=25)
-PLACES = ("0", "inside 0", "1")
-"""One region each: before the text, in its first block, behind it."""
-REGIONS = ("slots.0.regions.0", "text.0.slot.regions.0", "slots.1.regions.0")
+REGIONS = ("before", "text.inside", "behind")
 NOBODY, EVERYBODY = (False,) * 3, (True,) * 3
+Sample = tuple[Tensor, tuple[bool, ...]]
+"""Rows, and whether they enter each region."""
 
 
-def three_regions() -> Model:
-    """A text block and three optional regions; all of these are units, and the regions'
-    blocks."""
-    torch.manual_seed(0)
-    slots = [Slot("0", [Region(1, norm=True)]), Slot("1", [Region(2)])]
-    module = Backbone(slots, [TextBlock(Slot("inside 0", [Region(1, norm=True)]))])
-    units = {"text.0", "slots.0.regions.0", "text.0.slot.regions.0"}
-    units |= {f"{name}.blocks.0" for name in REGIONS} | {f"{REGIONS[2]}.blocks.1"}
-    return Model(module, units, list(REGIONS))
+class Text(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(Block(), nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor, enters: bool) -> Tensor:
+        y = torch.tanh(self.up(x))
+        return (x + torch.tanh(self.inside(x)) if enters else x) + self.down(y)
+
+
+class Regions(nn.Module):
+    """Required modules, with optional regions before, inside and behind one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.before = nn.Sequential(Block(), nn.LayerNorm(WIDTH))
+        self.text = Text()
+        self.behind = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 3, bias=False)
+
+    def forward(self, sample: Sample) -> Tensor:
+        x, enters = self.stem(sample[0]), sample[1]
+        x = self.text(x + torch.tanh(self.before(x)) if enters[0] else x, enters[1])
+        return self.head(x + torch.tanh(self.behind(x)) if enters[2] else x)
+
+
+def three_regions(are_optional: bool = True, **options: Any) -> ZeRO3:
+    """All blocks are units, and the regions that have more than blocks."""
+    module: Any = seeded(Regions)
+    regions = [module.before, module.text.inside, module.behind]
+    units = {Block, Text}
+    return ZeRO3(
+        module,
+        auto_wrap_policy=lambda part, _: type(part) in units or part in regions[:2],
+        optional_modules=regions if are_optional else (),
+        timeout=TIMEOUT,
+        **options,
+    )
 
 
 class Draw:
-    """Samples of a pattern: whether the rank enters each region."""
-
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(0)
 
     def __call__(self, enters: tuple[bool, ...]) -> Sample:
-        places = [place for place, enter in zip(PLACES, enters, strict=True) if enter]
-        rows = torch.randn(2, WIDTH, generator=self._generator)
-        return Sample(rows, enters=frozenset(places))
+        return torch.randn(2, WIDTH, generator=self._generator), enters
 
 
 def test_nothing_is_learned_from_a_pass_that_fails_after_its_forward() -> None:
@@ -94,12 +111,44 @@ class Recomputed(Routed):
 def test_a_checkpoint_may_recompute_blocks_in_another_order() -> None:
     """Only block 2 is a unit that ranks skip: where block 1 runs last, the checkpoint recomputes
     before the gradient of any unit's output."""
-    model: Any = Model(seeded(Recomputed), {"blocks.0", "blocks.2"}, ["blocks.2"])
-    run: Any = Run(model, torch.float32, timeout=TIMEOUT)
-    generator = torch.Generator().manual_seed(0)
-    for route in ["1 2"] * 3 + ["2 1"] * 3:
-        rows = torch.randn(2, 2, WIDTH, generator=generator)
-        run.step(SIMPLE, [[(rows[0], ""), (rows[1], route)]], exact=True)
+    module: Any = seeded(Recomputed)
+    chosen = [module.blocks[0], module.blocks[2]]
+    model = ZeRO3(
+        module,
+        auto_wrap_policy=lambda part, _: part in chosen,
+        optional_modules=chosen[1:],
+        timeout=TIMEOUT,
+    )
+    rows = torch.randn(6, 2, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+    routes = ["1 2"] * 3 + ["2 1"] * 3
+    batches = [[(x, ""), (y, route)] for (x, y), route in zip(rows, routes, strict=True)]
+    assert_trains_alike(model, seeded(Recomputed), batches)
+
+
+@on_ranks(3, in_float64=True)
+def test_a_mean_over_participants_is_one_over_ranks_with_a_gradient_in_a_delivery() -> None:
+    """The micro-batches of `no_sync` are one delivery; others are one each."""
+    rank, draw = dist.get_rank(), Draw()
+    first = [draw((each == 0, each != 0, True)) for each in range(3)]
+    passes = [first, [draw(NOBODY)] * 3, [draw((each == 1, False, False)) for each in range(3)]]
+    for waits in (False, True):
+        model, plain = three_regions(optional_mean="participants"), seeded(Regions)
+        total = dict.fromkeys(dict(plain.named_parameters()))
+        for delivery in [passes] if waits else [[each] for each in passes]:
+            own = []
+            for each in range(3):
+                plain.zero_grad()
+                for samples in delivery:
+                    loss_of(plain(samples[each])).backward()
+                own.append(full_gradients(plain))
+            for name in total:
+                present = [gradients[name] for gradients in own if gradients[name] is not None]
+                count = len(present) if name.startswith(REGIONS) else 3
+                total[name] = added(total[name], sum(present) / count if present else None)
+        for samples in passes:
+            with model.no_sync() if waits and samples is not passes[-1] else nullcontext():
+                loss_of(model(samples[rank])).backward()
+        assert_close_in_float64(full_gradients(model), total, f"gradient, waits: {waits}")
 
 
 class Cost(NamedTuple):
@@ -136,9 +185,7 @@ def cost_of(model: ZeRO3, sample: Sample) -> Cost:
 def test_a_region_is_gathered_and_reduced_once_and_costs_nothing_where_all_skip_it() -> None:
     """Of steps whose places are known, beside those of a model without optional modules, in which
     every rank enters the region that here the second rank enters alone."""
-    optional, required = (
-        three_regions().sharded(are_optional=each, timeout=TIMEOUT) for each in (True, False)
-    )
+    optional, required = (three_regions(are_optional=each) for each in (True, False))
     draw = Draw()
     for _ in range(2):
         for enters in (NOBODY, EVERYBODY):
@@ -187,7 +234,7 @@ def test_ranks_that_agree_on_the_host_do_not_wait_for_the_device() -> None:
     for mean, on_current_stream in (("all", False), ("participants", True)):
         with simulated_device(on_current_stream=on_current_stream) as device:
             options = {"process_group": group, "optional_mean": mean}
-            model = three_regions().sharded(timeout=TIMEOUT, **options)
+            model = three_regions(**options)
             optimizer, draw = torch.optim.SGD(model.parameters(), lr=0.1), Draw()
             for _ in range(2):
                 for name, pattern in patterns.items():
@@ -251,33 +298,33 @@ def test_an_exception_in_a_region_is_one_on_every_rank_and_the_next_step_is_righ
     def fail(*_: object) -> None:
         raise KeyError("no image")
 
-    run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT), Draw()
-    rank, modules = dist.get_rank(), dict(run.model.named_modules())
+    model, plain, draw = three_regions(), seeded(Regions), Draw()
+    rank, modules = dist.get_rank(), dict(model.named_modules())
     for place, known in itertools.product(range(3), (False, True)):
         enters = tuple(each == place for each in range(3))
         if known:
-            run.step(SIMPLE, [[draw(enters), draw(NOBODY)]], exact=True)
+            assert_trains_alike(model, plain, [[draw(enters), draw(NOBODY)]])
         bad = draw(enters), draw(NOBODY)
         expected = KeyError if rank == 0 else RuntimeError
         text = "no image" if rank == 0 else "rank 0 raised between or inside .*: KeyError"
         hook = modules[REGIONS[place]].register_forward_pre_hook(fail)
         with pytest.raises(expected, match=text):
-            run.model(bad[rank])
-            run.model(draw(NOBODY))  # at the latest
+            model(bad[rank])
+            model(draw(NOBODY))  # at the latest
         hook.remove()
-        run.step(SIMPLE, [[draw(NOBODY), draw(enters)]], exact=True)
+        assert_trains_alike(model, plain, [[draw(NOBODY), draw(enters)]])
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiled_units_and_regions_train_like_one_process() -> None:
-    run, draw = Run(three_regions(), torch.float32, timeout=TIMEOUT), Draw()
-    for name, module in run.model.named_modules():
-        if name in (*REGIONS, "text.0", "text.0.slot"):
+    model, draw = three_regions(), Draw()
+    for name, module in model.named_modules():
+        if name in (*REGIONS, "text"):
             module.compile(backend="eager")
-    for number in range(4):
-        enters = tuple(place == number for place in range(3))
-        run.step(SIMPLE, [[draw(enters), draw(EVERYBODY)]], exact=True)
+    patterns = [tuple(place == number for place in range(3)) for number in range(4)]
+    batches = [[draw(enters), draw(EVERYBODY)] for enters in patterns]
+    assert_trains_alike(model, seeded(Regions), batches)
 
 
 class Part(nn.Module):
@@ -310,16 +357,21 @@ class Part(nn.Module):
 @on_ranks(2)
 def test_a_reentrant_checkpoint_may_recompute_a_tower_frozen_or_not() -> None:
     """In known steps without gradients of the tower, ranks find in backward that it has none."""
-    units = {"stem", "trunk", "tower.0", "tower.1"}
     ways = ("recomputed", "recomputed by block", "without gradients")
     for way, is_frozen in itertools.product(ways, (True, False)):
-        torch.manual_seed(0)
-        part = Part(way)
-        part.tower.requires_grad_(not is_frozen)
-        run: Any = Run(Model(part, units, ["tower"]), torch.float32, timeout=TIMEOUT)
+
+        def build(way: str = way, is_frozen: bool = is_frozen) -> nn.Module:
+            part = Part(way)
+            part.tower.requires_grad_(not is_frozen)
+            return part
+
+        module, plain = seeded(build), seeded(build)
+        model = ZeRO3(
+            module, auto_wrap_policy={Block}, optional_modules=[module.tower], timeout=TIMEOUT
+        )
         generator = torch.Generator().manual_seed(0)
         for enters in [(0, 0), (1, 1), (1, 0), (0, 1), (1, 1)]:
             rows = torch.randn(2, 3, WIDTH, generator=generator)
             with named(way, is_frozen, enters), counted_exchanges() as exchanges:
-                run.step(SIMPLE, [[*zip(rows, enters, strict=True)]], exact=True)
+                assert_trains_alike(model, plain, [[*zip(rows, enters, strict=True)]])
         assert way != "without gradients" or len(exchanges) == (2 if is_frozen else 3)

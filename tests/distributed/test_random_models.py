@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layerzero import MixedPrecision, OffloadPolicy
 from tests.harness.checks import Sum, assert_bitwise, assert_within, named
 from tests.harness.plain_backend import make_plain_group
-from tests.harness.random_models import Branches
+from tests.harness.random_models import Branches, random_model
 from tests.harness.random_programs import ACTIONS, STEPS, Run
 from tests.harness.simulated_device import simulated_device
 
@@ -78,6 +78,9 @@ class _Rounded(Run):
                     for loss, other in zip(losses, expected, strict=True):
                         assert_bitwise(loss, other * self._divisor, f"loss after {ways}")
         self._compare_gradients(sums)
+
+    def _evaluate(self) -> None:
+        """The next step compares as much."""
 
     def _plain(self) -> nn.Module:
         """What computes the twin's gradients: in bfloat16 a copy, with its hooks."""
@@ -178,7 +181,7 @@ PRECISIONS = [
 
 
 def _train_rounded(seed: int) -> None:
-    actions = ["nothing", "freeze", "unshard", "reshards", "gather"]
+    actions = ["nothing", "freeze", "unshard", "reshards", "gather", "write", "write"]
     precision = PRECISIONS[seed % len(PRECISIONS)]
     casts = precision is None or precision.cast_forward_inputs
     make = functools.partial(_Rounded, precision=precision)
@@ -224,6 +227,69 @@ def test_random_models_resume_on_another_number_of_ranks(
     on_each_seed(after, _load_and_train, seeds, str(tmp_path), fresh=True)
 
 
+class _Apart(Run):
+    """Each rank enters other modules, in each forward."""
+
+    ways = ("zero3",)
+
+    def _unsharded(self, seed: int) -> nn.Module:
+        return random_model(seed, self._dtype, is_entered=True)
+
+    def _build(self) -> None:
+        """Each optional module is a unit, or has one inside."""
+        parts = {n: p for n, p in self._twin.named_modules() if not isinstance(p, nn.ModuleDict)}
+        names = [name for name in parts if self.rng.random() < 0.4]
+        parts = {n: p for n, p in parts.items() if getattr(p, "way", "") == "entered"}
+        names += [name + self.rng.choice(["", ".linear"]) for name in parts]
+        self._given |= {
+            "auto_wrap_policy": lambda _, fqn: fqn in names,
+            "optional_modules": [*parts.values()],
+            "optional_mean": "all",
+            "timeout": timedelta(seconds=25),
+        }
+        super()._build()
+
+    def _fail(self) -> None:
+        """Passes that fail are in test_optional_modules.py."""
+
+    def _compile(self) -> None:
+        """What it draws at random, it would draw once."""
+
+    def _freeze(self) -> None:
+        super()._freeze()
+        for each in (self._inner, self._twin):
+            each[0].requires_grad_(True)  # Else ranks differ in whether they go backward.
+
+
+def _train_apart(seed: int, group: str) -> None:
+    """`group`: "named"; "plain": messages carry no name; "device": that, and on a device."""
+    given: dict[str, Any] = {}
+    if group != "named":
+        given = {"process_group": make_plain_group(timedelta(seconds=25)), "start": "given"}
+    actions = [
+        *("nothing", "evaluate", "freeze", "unshard", "reshards", "summon", "write"),
+        *("states", "retain", "input_gradient", "phase", "not_finite", "join", "keep_graph"),
+    ]
+    with simulated_device() if group == "device" else contextlib.nullcontext() as device:
+        _train(seed, functools.partial(_Apart, **given), actions)
+        assert device is None or device.findings == []
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seeds", "group"),
+    [
+        (2, range(600, 604), "named"),
+        (3, range(700, 702), "named"),
+        (2, range(800, 801), "plain"),
+        pytest.param(2, range(900, 902), "device", marks=pytest.mark.slow),
+    ],
+)
+def test_random_models_whose_ranks_take_other_ways_train_like_one_process(
+    world_size: int, seeds: range, group: str, on_each_seed: Any
+) -> None:
+    on_each_seed(world_size, _train_apart, seeds, group)
+
+
 def _train_on_a_device(seed: int) -> None:
     group = make_plain_group(timedelta(seconds=60))
     with simulated_device() as device:
@@ -234,7 +300,7 @@ def _train_on_a_device(seed: int) -> None:
             "arena": False,
         }
         make = functools.partial(Run, start="given", **given)
-        _train(seed, make, ["nothing", "raise", "freeze"])
+        _train(seed, make, ["nothing", "raise", "freeze", "join"])
         assert device.findings == []
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,13 @@ class Branches(nn.Module):
     """Uses what is inside it in one of several ways, or not at all."""
 
     uses_all = True  # set for all of them, by `Run`
+    batch = ""
+    """What the model computes on now, by which ranks differ in what they enter."""
 
     def __init__(self, rng: random.Random, depth: int) -> None:
         super().__init__()
         self.way = rng.choice([*WAYS])
+        self.name = str(rng.getstate()[1][-1])
         self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
         self.norm = nn.LayerNorm(WIDTH) if rng.random() < 0.5 else nn.Identity()
         self.inner = _make(rng, depth - 1)
@@ -31,12 +36,12 @@ class Branches(nn.Module):
 
     def once(self, x: Tensor) -> Tensor:
         y = self.norm(torch.sin(self.linear(x)))  # Not tanh, whose output may not be written.
-        if self.scale is not None:
+        if self.scale is not None and random.Random(self.name + Branches.batch).random() < 0.7:
             y = y * self.scale
         return self.inner(y if self.shift is None else y + self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        return WAYS[self.way](self, x)
+        return (_entered if self.way == "entered" else WAYS[self.way])(self, x)
 
 
 def _writes(part: Branches, x: Tensor) -> Tensor:
@@ -63,6 +68,29 @@ def _hooked(part: Branches, x: Tensor) -> Tensor:
     return x + y
 
 
+def _recomputed(part: Branches, x: Tensor, reentrant: bool) -> Tensor:
+    batch = Branches.batch
+
+    def once(x: Tensor) -> Tensor:
+        with mock.patch.object(Branches, "batch", batch):
+            return part.once(x)
+
+    return x + recompute(once, x, use_reentrant=reentrant)
+
+
+def _entered(part: Branches, x: Tensor) -> Tensor:
+    """As the batch says how often, and how."""
+    rng = random.Random(part.name + Branches.batch)
+    for _ in range(rng.choice([0, 0, 1, 1, 2])):
+        use = rng.choice(["added"] * 5 + ["lost", "detached", "no_grad", "part", "recomputed"])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and use != "no_grad"):
+            run = {"part": part.linear, "recomputed": lambda x: _recomputed(part, x, False)}
+            y = run.get(use, part.once)(x)
+        if use != "lost":
+            x = x + torch.tanh(y.detach() if use == "detached" else y)
+    return x
+
+
 def _with_its_slope(part: Branches, x: Tensor) -> Tensor:
     """A gradient inside the forward, as forces of a potential."""
     grows = torch.is_grad_enabled()
@@ -85,8 +113,8 @@ WAYS: dict[str, Callable[[Branches, Tensor], Tensor]] = {
     "sometimes": lambda part, x: x + part.once(x) if Branches.uses_all else x * 2,
     "either order": _in_either_order,
     "twice": lambda part, x: part.once(part.once(x) * 0.5),
-    "recomputed": lambda part, x: x + recompute(part.once, x, use_reentrant=False),
-    "reentrant": lambda part, x: x + recompute(part.once, x, use_reentrant=True),
+    "recomputed": functools.partial(_recomputed, reentrant=False),
+    "reentrant": functools.partial(_recomputed, reentrant=True),
     "keyword": lambda part, x: x + part.once(x=x),
     # What another unit returned, or the batch.
     "passes": lambda part, x: x + part.once(x) if Branches.uses_all else x,
@@ -96,6 +124,7 @@ WAYS: dict[str, Callable[[Branches, Tensor], Tensor]] = {
     "slope": _with_its_slope,
     "lost": lambda part, x: x if part.once(x) is x else part.once(x),
 }
+"""Also "entered", which ranks may do apart."""
 
 
 class Tied(nn.Module):
@@ -156,7 +185,12 @@ def _halve(part: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
     return tuple(None if each is None else 0.5 * each for each in of_inputs)
 
 
-def random_model(seed: int, dtype: torch.dtype) -> nn.Sequential:
+def _know(model: nn.Module, given: tuple[Tensor]) -> None:
+    Branches.batch = str(given[0].detach().sum().item())
+
+
+def random_model(seed: int, dtype: torch.dtype, is_entered: bool = False) -> nn.Sequential:
+    """`is_entered`: some of its `Branches` only some ranks enter, between two layers of all."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(*(_make(rng, rng.randint(1, 2)) for _ in range(rng.randint(1, 3))))
@@ -167,7 +201,16 @@ def random_model(seed: int, dtype: torch.dtype) -> nn.Sequential:
     if rng.random() < 0.2 and len(square) > 1:
         one, other = rng.sample(square, 2)
         one.weight = other.weight
-    for part in (part for part in model.modules() if getattr(part, "way", "") == "recomputed"):
+    if is_entered:
+        model.insert(0, nn.Linear(WIDTH, WIDTH))
+        model.append(Branches(rng, 2))
+        model.register_forward_pre_hook(_know)
+        for part in (part for part in model[:-1].modules() if isinstance(part, Branches)):
+            part.way = "entered" if rng.random() < 0.5 else part.way
+        model[-1].way = "entered"
+        model.append(nn.Linear(WIDTH, WIDTH))
+    ways = ("recomputed", "entered")
+    for part in (part for part in model.modules() if getattr(part, "way", "") in ways):
         for inner in part.modules():
             if getattr(inner, "way", "") == "slope":
                 inner.way = "hooked"  # See migrating.md.

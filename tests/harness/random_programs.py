@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -88,8 +88,8 @@ def _some_resharded(rng: Rng, model: nn.Module, world_size: int) -> Any:
 
 def _optional(rng: Rng, model: nn.Module, world_size: int) -> list[nn.Module]:
     """Modules, of which every rank runs the same ones here."""
-    if rng.random() < 0.75:
-        return []
+    if rng.random() < 0.75 or any(_way_of(part) == "slope" for part in model.modules()):
+        return []  # Without gradients nothing holds a part until a backward inside the forward.
     parts = [part for name, part in model.named_modules() if name and [*part.parameters()]]
     return rng.sample(parts, min(len(parts), rng.randint(1, 2)))
 
@@ -211,6 +211,8 @@ class Run:
         given: arguments of `ZeRO3` that are not drawn.
     """
 
+    ways: Sequence[str] = WAYS
+
     def __init__(
         self, seed: int, dtype: torch.dtype = torch.float64, start: str | None = None, **given: Any
     ) -> None:
@@ -248,7 +250,7 @@ class Run:
     def _build(self) -> None:
         rng = self.rng
         is_simulated = "process_group" in self._given
-        self._way = "zero3" if is_simulated else rng.choice(WAYS)
+        self._way = "zero3" if is_simulated else rng.choice(self.ways)
         draw = _draw_in_place if self._way == "fully_shard" else _draw
         self._settings = draw(rng, self._twin, self._world) | self._given
         start = rng.choice(STARTS) if self._start is None else self._start
@@ -323,13 +325,15 @@ class Run:
                 if found is not None:
                     setattr(module.get_submodule(around), own, found)
         built = self._try(lambda: ZeRO3(module, optional_modules=optional, **settings))
-        if built is None and optional:
+        if "optional_modules" in self._given:
+            more["optional_modules"] = optional
+        elif built is None and optional:
             built = self._try(lambda: ZeRO3(module, **settings))
         if built is not None:
             return built
         kept = ("gradient_reduction", "param_init_fn", "sync_module_states", *self._given)
         self._settings = {name: settings[name] for name in kept if name in settings}
-        return ZeRO3(module, **self._settings)
+        return ZeRO3(module, **self._settings | more)
 
     def _sharded_in_place(self, module: nn.Module, start: str) -> nn.Module:
         rng, twin = self.rng, self._twin
@@ -609,60 +613,69 @@ class Run:
             flipped = self._some_names() if self.rng.random() < 0.2 else set()
             if self._is_sloped:
                 flipped = set()  # No hook gathers again what a graph of a backward reads.
+            stays = self.rng.random() < 0.5 and not self._steps_in_backward
+            stays &= not {"recomputed", "reentrant", "entered"} & {
+                *map(_way_of, self._twin.modules())
+            }
             writes = self.rng.random() < 0.2 and not self._steps_in_backward
             way = self.rng.choice(["one"] * 3 + ["sum", "in order", "reversed", "one by one"])
             if (self._steps_in_backward and way != "sum") or (
                 self._is_sloped and way == "reversed"
             ):
                 way = "one"
-            self.log.append((way, len(flipped), writes, Branches.uses_all))
+            self.log.append((way, len(flipped), stays, writes, Branches.uses_all))
             several = [self._batches() for _ in range(1 if way == "one" else 2)]
             offload = self._settings.get("offload")
             # A copy to the device may still read weights on the host (migrating.md).
             if writes and way == "one" and not getattr(offload, "params", offload):
                 self._write_inside_next_forward(self._some_names())
             with self._no_sync(waits and not is_last):
-                self._pass(
-                    self._model,
-                    [each[self._rank] for each in several],
-                    flipped,
-                    way,
-                    self._own_divisor,
-                )
+                batches = [each[self._rank] for each in several]
+                self._pass(self._model, batches, way, self._own_divisor, flipped, stays)
             for rank in range(self._world):
                 own = [each[rank] for each in several]
-                self._pass(self._twin, own, flipped, way, self._divisor)
+                self._pass(self._twin, own, way, self._divisor, flipped, stays)
             if not is_last and self.rng.random() < 0.3:
                 self._act_on_gradients()
             if not is_last and self.rng.random() < 0.4:
-                between = self.rng.choice(BETWEEN)
+                # What waits on the host is of what was trained before (migrating.md).
+                between = self.rng.choice(BETWEEN[1:] if offload else BETWEEN)
                 self.log.append(between)
                 getattr(self, f"_{between}")()
         if waits and count > 1 and isinstance(self._model, ZeRO3) and self.rng.random() < 0.2:
             with self._no_sync(True):
                 batches = self._batches()
-                self._pass(self._model, [batches[self._rank]], set(), "one", self._own_divisor)
+                self._pass(self._model, [batches[self._rank]], "one", self._own_divisor)
             for each in batches:
-                self._pass(self._twin, [each], set(), "one", self._divisor)
+                self._pass(self._twin, [each], "one", self._divisor)
             self._model.reduce_gradients()
         self._clip()
         self._run_optimizers()
 
     def _pass(
-        self, model: Any, batches: list[Tensor], flipped: set[str], way: str, divisor: float
+        self,
+        model: Any,
+        batches: list[Tensor],
+        way: str,
+        divisor: float,
+        flipped: Collection[str] = (),
+        stays: bool = False,
     ) -> None:
-        """Forwards, and backwards in an order that `way` says."""
+        """Forwards, and backwards in an order that `way` says. After each forward `flipped` are
+        frozen, or trainable, for another one; `stays`: and while they go backward."""
         if way == "one by one":  # The second forward runs between the first one's two passes.
             for batch in batches:
-                _backward(self._forward(model, batch, flipped), divisor)
+                output = self._forward(model, batch, flipped)
+                with _flipped(model, flipped if stays else ()):
+                    _backward(output, divisor)
             return
         outputs = [self._forward(model, batch, flipped) for batch in batches]
         self._went_back = outputs[0].requires_grad
         if way == "sum":
-            _backward(torch.stack(outputs), divisor)
-            return
-        for output in outputs if way != "reversed" else outputs[::-1]:
-            _backward(output, divisor)
+            outputs = [torch.stack(outputs)]
+        with _flipped(model, flipped if stays else ()):
+            for output in outputs if way != "reversed" else outputs[::-1]:
+                _backward(output, divisor)
 
     def _clip(self) -> None:
         if not self._clips or all(each.grad is None for each in self._twin.parameters()):
@@ -702,17 +715,12 @@ class Run:
         return {name for name, _ in self._twin.named_parameters() if self.rng.random() < 0.5}
 
     @staticmethod
-    def _forward(model: nn.Module, batch: Tensor, flipped: set[str]) -> Tensor:
+    def _forward(model: nn.Module, batch: Tensor, flipped: Collection[str]) -> Tensor:
         """A forward; before its backward another one may run, with other parameters frozen."""
         output: Tensor = model(batch)
         if flipped:
-            chosen = [p for name, p in model.named_parameters() if name in flipped]
-            for parameter in chosen:
-                parameter.requires_grad_(not parameter.requires_grad)
-            with torch.no_grad():
+            with _flipped(model, flipped), torch.no_grad():
                 model(batch)
-            for parameter in chosen:
-                parameter.requires_grad_(not parameter.requires_grad)
         return output
 
     def _write_inside_next_forward(self, names: set[str]) -> None:
@@ -746,8 +754,8 @@ class Run:
     # Actions between steps
 
     def _evaluate(self) -> None:
-        batch = self._batches()[0]
         self._model.eval()
+        batch = self._batches()[self._rank]
         with self.rng.choice([torch.no_grad, torch.inference_mode])():
             assert_close_in_float64(self._model(batch), self._twin(batch), "output")
         self._model.train()
@@ -811,6 +819,21 @@ class Run:
                 if name in names:
                     full[name].mul_(0.9)
                     parameter.mul_(0.9)
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        """Other weights, perhaps for an evaluation alone."""
+        if self._keeps_full:
+            return  # As with torch, what stays full has the values from before.
+        way, comes_back = self.rng.choice([*WEIGHTS]), self.rng.random() < 0.5
+        self.log.append(("writes", way, comes_back))
+        both = [*self._model.parameters()], [*self._twin.parameters()]
+        kept = [(p, p.data, p.data.clone()) for each in both for p in each]
+        for each in both:
+            WEIGHTS[way](each)
+        self._evaluate()
+        for parameter, data, value in kept if comes_back else ():
+            parameter.data = data.copy_(value)
 
     def _unshard(self) -> None:
         every = units(self._model)
@@ -1208,13 +1231,20 @@ def _of_both(way: str, own: Any, other: Any, batch: Tensor) -> Tensor:
     return own(other(batch)) if way == "encoder" else own(batch) + other(batch)
 
 
+WEIGHTS: dict[str, Callable[[list[Any]], object]] = {
+    "data": lambda each: [p.data.mul_(0.9) for p in each],
+    "assigned": lambda each: [setattr(p, "data", p.data * 0.9) for p in each],
+    "foreach": lambda each: torch._foreach_copy_(each, [p.detach() * 0.9 for p in each]),
+}
+"""How programs write weights."""
+
 ACTIONS = [
     *("nothing", "evaluate", "raise", "freeze", "summon", "reload", "spoil", "patch", "grow"),
     *("keep_graph", "unshard", "copies", "reshards", "call_part", "retain", "join"),
     *("add_groups", "add_groups", "input_gradient", "penalty", "second_model", "second_model"),
-    *("not_finite", "save_and_rebuild", "save_and_rebuild", "states", "phase"),
+    *("not_finite", "save_and_rebuild", "save_and_rebuild", "states", "phase", "write"),
 ]
-BETWEEN = ["fail", "fail", "evaluate", "unshard", "phase", "gather"]
+BETWEEN = ["freeze", "fail", "fail", "evaluate", "unshard", "phase", "gather"]
 """Actions between micro-batches, while gradients may wait for a reduction."""
 
 
@@ -1288,6 +1318,17 @@ def _copy_values(source: nn.Module, target: nn.Module, recurse: bool = False) ->
             target.get_parameter(name).copy_(value)
         for name, value in source.named_buffers(recurse=recurse):
             target.get_buffer(name).copy_(value)
+
+
+@contextlib.contextmanager
+def _flipped(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Frozen where they are trainable, and the other way round."""
+    chosen = [p for name, p in model.named_parameters() if name in names]
+    for parameter in chosen:
+        parameter.requires_grad_(not parameter.requires_grad)
+    yield
+    for parameter in chosen:
+        parameter.requires_grad_(not parameter.requires_grad)
 
 
 def _scaled(scale: float, gradient: Tensor | None) -> Tensor | None:
