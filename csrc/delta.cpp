@@ -25,7 +25,8 @@ constexpr const char* kOp = "find_changed";
 constexpr int64_t kBlock = 512;
 constexpr int kWord = 64;
 constexpr int kUsual = 3;
-// A snapshot with these bits differs from everything; layerzero/checkpoint/delta/scan.py, Note [One NaN].
+// A snapshot with these bits differs from everything: Note [One NaN] in
+// layerzero/checkpoint/delta/scan.py.
 constexpr int64_t kUnknown = -2;
 
 struct Job {

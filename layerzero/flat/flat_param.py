@@ -52,7 +52,8 @@ from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import TensorParallelSplit, split_of
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-address_of, numel_of, dtype_of = torch.Tensor.data_ptr, torch.Tensor.numel, attrgetter("dtype")
+address_of, numel_of = torch.Tensor.data_ptr, torch.Tensor.numel
+offset_of = torch.Tensor.storage_offset
 
 
 class FlatParam:
@@ -329,6 +330,11 @@ class FlatParam:
         self.placed = [each for each in self.sharded_params if each.numel()]
         self.empty = [each for each in self.sharded_params if not each.numel()]
         self.addresses = [*map(address_of, self.placed)]
+        # Without elements a tensor has no address, but an offset, here one that no other has: ranks
+        # notice an assignment alike, whoever has a piece.
+        self.mark = self.num_rewrites + 1
+        for each in self.empty:
+            each.data = each.data.as_strided(each.shape, each.stride(), self.mark)
 
     def rename(self, prefix: str) -> None:
         """Put `prefix` before every name, because the model became part of another."""

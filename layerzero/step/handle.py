@@ -10,15 +10,13 @@ all-gather over outer peers follows (flat/placement.py). What each case holds: f
 from __future__ import annotations
 
 import functools
-from itertools import repeat
-from operator import is_
 from typing import Any
 
 import torch
 
 from layerzero.comm.pending import Operation
 from layerzero.comm.streams import Event, Waitable
-from layerzero.flat.flat_param import FlatParam, address_of, dtype_of, numel_of, version_of
+from layerzero.flat.flat_param import FlatParam, address_of, numel_of, offset_of, version_of
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.context import RuntimeContext
 
@@ -35,11 +33,11 @@ class FlatParamHandle(FlatParam):
         Raises:
             ValueError: the new tensor's shape, dtype or device is not the sharded parameter's.
         """
-        # Addresses are compared, because this runs before most gathers. Empty parameters have none.
+        # Addresses are compared, because this runs before most gathers.
         if (
             [*map(address_of, self.placed)] == self.addresses
             and [*map(numel_of, self.sharded_params)] == self.numels
-            and all(map(is_, map(dtype_of, self.empty), repeat(self.main_shard.dtype)))
+            and all(map(self.mark.__eq__, map(offset_of, self.empty)))
         ):
             return False
         from layerzero.flat.assigned import adopt

@@ -284,6 +284,28 @@ def test_weights_that_are_swapped_amid_a_step_come_back(world_size: int) -> None
             assert_same_values(*models)
 
 
+@on_ranks(2)
+def test_weights_assigned_amid_a_step_are_noticed_by_a_rank_without_any_of_them() -> None:
+    """A unit that is full between micro-batches is gathered again by all ranks, or by none."""
+    linear, batch = partial(nn.Linear, WIDTH, WIDTH, bias=False), torch.randn(2, WIDTH)
+    models = [
+        build(lambda: nn.Sequential(linear(), linear()), *options)
+        for build, options in ((partial(zero3, layout="rows(32)"), [nn.Linear]), (seeded, []))
+    ]
+    outputs: list[list[torch.Tensor]] = [[], []]
+    assert {parameter.numel() for parameter in models[0].parameters()} <= {0, WIDTH * WIDTH}
+    for _ in range(2):
+        for model, found in zip(models, outputs, strict=True):
+            with model.no_sync() if model is models[0] else nullcontext():
+                loss_of(model(batch)).backward()
+            for parameter in model.parameters():
+                parameter.data = 0.9 * parameter.data
+            found.append(model(batch))
+            loss_of(found[-1]).backward()
+    for own, expected in zip(*outputs, strict=True):
+        assert_bitwise(own, expected, "output")
+
+
 class _TwoHeads(nn.Module):
     """Both heads are parameters of one unit."""
 

@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_698,
-    "flat": 2_257,
-    "step": 4_002,
+    "": 37_702,
+    "flat": 2_263,
+    "step": 4_000,
     "comm": 1_417,
     "watch": 888,
     "build": 2_216,
