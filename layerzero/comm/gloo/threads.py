@@ -23,13 +23,12 @@ import os
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from layerzero.comm.streams import ChainedCollectives, InlineStream, Waitable
-from layerzero.watch.thread import end_at_exit
+from layerzero.watch.thread import end_with
 
 
 class FinishingStream(InlineStream):
@@ -59,8 +58,7 @@ class FinishingStream(InlineStream):
                 target=_run_all, args=(self._queue,), name="layerzero-stream", daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-            end_at_exit(self._thread, partial(self._queue.put, None))
+            end_with(self, self._thread, partial(self._queue.put, None))
         self._last = OnThread(work, self._thread)
         self._queue.put(self._last)
         return self._last
