@@ -184,17 +184,12 @@ def tensor_parallel_mesh(
                 f"rank {rank}: DTensor parameters of one model need one mesh, got "
                 f"{mesh} ({first!r}) and {other} ({fqn!r}); parallelize all modules on one mesh"
             )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {first!r}; "
-            "parallelize and wrap the model only on ranks of the mesh"
-        )
     shared = set(mesh.mesh.flatten().tolist()) & set(everyone or ())
     if everyone is not None and shared != {rank}:
         raise ValueError(
             f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
-            f"{mesh.mesh.tolist()} of DTensor parameter {first!r}; expected this rank only: pass "
-            'the data-parallel axis, such as process_group=mesh["dp"]'
+            f"{mesh.mesh.tolist()} of DTensor parameter {first!r}; expected this rank only: wrap "
+            'on ranks of the mesh alone, with its data-parallel axis: process_group=mesh["dp"]'
         )
     return mesh
 
