@@ -192,8 +192,8 @@ class Verifier(Transport, Extension):
             self._wire.clear(groups)
             return
         findings = [*findings, *self._wire.find(groups)]
-        text, rank = findings[0] if findings else None, self._root.placements[0].rank
-        texts = gather_texts(text, rank, axes, self._root.device, "verification")
+        text = findings[0] if findings else None
+        texts = gather_texts(text, axes, self._root.device, "verification")
         different = sorted(set(texts.values()))
         if different:
             # What waits may be of bytes that were compared only now.
