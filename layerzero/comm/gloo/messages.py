@@ -80,28 +80,25 @@ class Messages(Pending):
             raise self.diagnose(error) from error
         return self
 
-    def _post_the_rest(self) -> None:
-        """Post each other message once the one whose memory it needs is over.
+    def wait_for_data(self) -> None:
+        super().wait_for_data()
+        self._posted, self._messages = [], ()
 
-        A call after one that raised resumes there; does nothing if `post` has failed.
+    def _all_works(self) -> Sequence[tuple[dist.Work, int]]:
+        """Works of all messages, receives first; without those waited for already.
+
+        Posts each other message before, once the one whose memory it needs is over. A call after
+        one that raised resumes there.
         """
         for message in self._messages[len(self._posted) :]:
             if message.after is None:
-                return
+                break  # `post` has failed.
             work, self.peer = self._posted[message.after], self._messages[message.after].peer
             if work is not None:
                 work.wait(self.group.limit)
                 self._posted[message.after] = None
             self.peer = message.peer
             self._posted.extend(map(_Call.__call__, (message.call,)))  # See `post`.
-
-    def wait_for_data(self) -> None:
-        super().wait_for_data()
-        self._posted, self._messages = [], ()
-
-    def _all_works(self) -> Sequence[tuple[dist.Work, int]]:
-        """Works of all messages, receives first; without those waited for already."""
-        self._post_the_rest()
         posted = zip(self._posted, self._messages, strict=False)
         in_order = sorted(posted, key=lambda each: not each[1].receives)
         return [(work, message.peer) for work, message in in_order if work is not None]
