@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.device import check_device_type
 from layerzero.build.materialize import InitFunction, Later
 from layerzero.build.wrap import UnitPlan, WrapPolicy
 from layerzero.config import (
@@ -56,21 +55,14 @@ def _init_function(name: str, value: Any) -> InitFunction | Later | None:
     return value
 
 
-def _device(name: str, value: Any) -> Any:
-    """Raises if it is not a device, or one that the engine cannot run on here."""
-    if value is not None:
-        check_device_type(named_device(value), f"device={value!r}")
-    return value
-
-
-def named_device(device: object) -> torch.device:
+def _named_device(name: str, value: Any) -> torch.device | None:
     """The device that an argument names; it need not exist here."""
-    kinds = torch.device, str, int
-    named = one_of("a torch.device, 'cuda:0', an index or None", *kinds)("device", device)
+    kinds = torch.device, str, int, None
+    named = one_of("a torch.device, 'cuda:0', an index or None", *kinds)(name, value)
     try:
-        return torch.device(named)
+        return None if named is None else torch.device(named)
     except RuntimeError as error:
-        raise ValueError(f"device: {device!r} is not a device of torch: {error}") from None
+        raise ValueError(f"{name}: {value!r} is not a device of torch: {error}") from None
 
 
 def _several(kind: type[Any], what: str) -> Check:
@@ -133,7 +125,7 @@ _CHECKS: Mapping[str, Check] = {
     "arena": _arena,
     "backward_prefetch": one_of("a BackwardPrefetch or None", BackwardPrefetch, None),
     "deterministic": FLAG,
-    "device": _device,
+    "device": _named_device,
     "forward_prefetch": prefetch_depth,
     "gradient_reduction": one_of("'mean' or 'sum'", *get_args(GradientReduction)),
     "hook_module": one_of("an nn.Module or None", nn.Module, None),
@@ -208,7 +200,7 @@ class Arguments:
     ignored_parameters: tuple[nn.Parameter, ...]
     param_init_fn: InitFunction | Later | None
     sync_module_states: bool
-    device: torch.device | str | int | None
+    device: torch.device | None
     move_inputs: bool
     timeout: timedelta | None
     on_nonfinite: OnNonFinite | None

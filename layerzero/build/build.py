@@ -121,12 +121,10 @@ class Builder:
             self._copy_over_mesh(visit, name)
         if keeps:
             methods.run_in_float32(visit.module)
-        if self.given.sync_module_states:
-            for name, buffer in visit.module._buffers.items():
-                if buffer is not None:
-                    self._broadcast(local_of(buffer), f"buffer {visit.fqn}.{name}", placement)
         for name, buffer in visit.module._buffers.items():
             if buffer is not None:
+                if self.given.sync_module_states:
+                    self._broadcast(local_of(buffer), f"buffer {visit.fqn}.{name}", placement)
                 label = f"buffer '{visit.fqn}.{name}'" if visit.fqn else f"buffer {name!r}"
                 self._note_value(label, buffer, placement)
 
@@ -227,12 +225,10 @@ class Builder:
                 broadcast(value, group, operation).wait()
 
     def _broadcast(self, tensor: torch.Tensor, name: str, placement: Placement) -> None:
-        # Sent as bytes, because not every backend supports every dtype.
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        operation = Operation("synchronisation", name, 0)
-        broadcast_from_first(flat, placement.groups, lambda _: operation)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        sent, operation = tensor.contiguous(), Operation("synchronisation", name, 0)
+        broadcast_from_first(sent, placement.groups, lambda _: operation)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
 
 def _last_visits(plans: list[UnitPlan], visits: list[Visit]) -> Iterator[tuple[UnitPlan, int]]:

@@ -92,7 +92,7 @@ class Exchange:
 
     def texts(self, text: str | None) -> dict[int, str]:
         """The texts of the ranks that have one, by global rank."""
-        return gather_texts(text, own_rank(), self._axes, self._device, self._operation.unit)
+        return gather_texts(text, self._axes, self._device, self._operation.unit)
 
 
 def hash_of(value: object) -> int:

@@ -18,11 +18,11 @@ from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_hooks import kind_of_hooks
 from layerzero.flat.parameter_info import foreign_class, get_info, sharded_param_of
 from layerzero.flat.tensor_parallel import is_supported, local_of
-from layerzero.watch.events import has_generic_streams, missing_stream_names
+from layerzero.watch.events import has_streams
 
 
 def resolve_device(
-    device: torch.device | str | int | None,
+    device: torch.device | None,
     plans: list[UnitPlan],
     process_group: dist.ProcessGroup | DeviceMesh | None,
     mesh: DeviceMesh | None,
@@ -41,7 +41,7 @@ def resolve_device(
     """
     rank, found = own_rank(), _devices_of(plans)
     if device is not None:
-        target = _with_index(torch.device(device))
+        target = device
     elif len(found) > 1:
         places = " and ".join(f"{place} ({fqn!r})" for place, fqn in found.items())
         raise ValueError(
@@ -51,7 +51,7 @@ def resolve_device(
     elif found:
         target = next(iter(found))
     elif mesh is not None:
-        target = _with_index(torch.device(mesh.device_type))
+        target = torch.device(mesh.device_type)
     else:
         config = dist.get_backend_config(resolve_process_groups(process_group)[0])
         kinds = [part.partition(":")[0] for part in config.split(",")]
@@ -64,6 +64,8 @@ def resolve_device(
             f"on a mesh of {mesh.device_type!r}: make the mesh for {target.type!r}, or pass "
             f"device={mesh.device_type!r}"
         )
+    if target.type != "cpu" and target.index is None:
+        target = torch.device(target.type, torch.get_device_module(target).current_device())
     return target
 
 
@@ -75,13 +77,11 @@ def check_device_type(device: torch.device, what: str) -> None:
     """
     if device.type == "cpu":
         return
-    module = getattr(torch, device.type, None)
-    missing = ["module"] if module is None else missing_stream_names(module)
-    if device.type == "meta" or (missing and not has_generic_streams(device)):
+    if device.type == "meta" or not has_streams(device):
         raise ValueError(
             f"{what}: expected the CPU or an accelerator with streams and events like CUDA's"
-            + (f"; torch.{device.type} has no {', '.join(missing)}" if missing else "")
         )
+    module = getattr(torch, device.type, None)
     if module is None or not module.is_available() or (device.index or 0) >= module.device_count():
         raise ValueError(f"{what}: torch finds no such device here")
 
@@ -106,17 +106,9 @@ def _devices_of(plans: list[UnitPlan]) -> dict[torch.device, str]:
 def current_accelerator() -> torch.device | None:
     """This process's accelerator, of any kind that has streams; None without one."""
     kind = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        return None
-    if missing_stream_names(torch.get_device_module(kind)) and not has_generic_streams(kind):
+    if kind is None or not has_streams(kind):
         return None
     return torch.device(kind.type, torch.accelerator.current_device_index())
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type != "cpu" and device.index is None:
-        return torch.device(device.type, torch.get_device_module(device).current_device())
-    return device
 
 
 def _problem_of(parameter: nn.Parameter, original: OriginalParameter) -> str | None:
@@ -192,17 +184,12 @@ def tensor_parallel_mesh(
                 f"rank {rank}: DTensor parameters of one model need one mesh, got "
                 f"{mesh} ({first!r}) and {other} ({fqn!r}); parallelize all modules on one mesh"
             )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {rank} is not in the mesh {mesh.mesh.tolist()} of DTensor parameter {first!r}; "
-            "parallelize and wrap the model only on ranks of the mesh"
-        )
     shared = set(mesh.mesh.flatten().tolist()) & set(everyone or ())
     if everyone is not None and shared != {rank}:
         raise ValueError(
             f"process_group: on rank {rank} it shares ranks {sorted(shared)} with the mesh "
-            f"{mesh.mesh.tolist()} of DTensor parameter {first!r}; expected this rank only: pass "
-            'the data-parallel axis, such as process_group=mesh["dp"]'
+            f"{mesh.mesh.tolist()} of DTensor parameter {first!r}; expected this rank only: wrap "
+            'on ranks of the mesh alone, with its data-parallel axis: process_group=mesh["dp"]'
         )
     return mesh
 

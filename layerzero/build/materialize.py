@@ -15,7 +15,7 @@ Note [Nothing is garbage]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -81,18 +81,17 @@ class Materializer:
             buffer_dtype: dtype for floating-point buffers; None: they keep theirs.
             initialise: False leaves the values undefined, because another rank broadcasts them.
         """
-        places = [place for place in _places(module) if _is_meta(place.tensor)]
-        waiting = {place.name for place in places if self._init == "later"}
+        metas = {place: tensor for place, tensor in _places(module) if tensor.is_meta}
+        waiting = {place.name for place in metas if self._init == "later"}
         self.waits |= bool(waiting)
-        if places:
-            if initialise and not waiting and self.failure is None:
-                try:
-                    self._initialise(fqn or "the root module", module, places)
-                except Exception as error:
-                    self.failure = error
-            for place in places:
-                if _is_meta(place.tensor):
-                    self._allocate(place)
+        if metas and initialise and not waiting and self.failure is None:
+            try:
+                self._initialise(fqn or "the root module", module, metas)
+            except Exception as error:
+                self.failure = error
+        for place in metas:
+            if (left := place.tensor) is not None and left.is_meta:
+                self._allocate(place, left)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = moved = self._move(buffer, buffer_dtype)
@@ -101,10 +100,8 @@ class Materializer:
                     full = f"{fqn}.{name}" if fqn else name
                     self.awaited.append(AwaitedBuffer(full, weakref.ref(module), name))
 
-    def _allocate(self, place: Place) -> bool:
+    def _allocate(self, place: Place, tensor: torch.Tensor) -> bool:
         """Replace a meta tensor by marked memory; False if it is tied and was allocated before."""
-        tensor = place.tensor
-        assert tensor is not None
         made = self._made_of(tensor)
         is_fresh = made is None
         if made is None:
@@ -120,7 +117,9 @@ class Materializer:
     def _made_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._made[id(tensor)][1]() if id(tensor) in self._made else None
 
-    def _initialise(self, label: str, module: nn.Module, places: list[Place]) -> None:
+    def _initialise(
+        self, label: str, module: nn.Module, metas: Mapping[Place, torch.Tensor]
+    ) -> None:
         """See Note [Two kinds of functions].
 
         Raises:
@@ -128,7 +127,6 @@ class Materializer:
                 unwritten.
             Exception: what the initialiser raised.
         """
-        metas = {place: place.tensor for place in places}
         own = getattr(module, "reset_parameters", None)
         if self._init is None and not callable(own):
             raise ValueError(
@@ -136,10 +134,10 @@ class Materializer:
                 "on the meta device and no reset_parameters(): pass param_init_fn, which is "
                 'called with each such module, or param_init_fn="later" if a load provides values'
             )
-        fresh = [place for place in places if self._allocate(place)]
+        fresh = [place for place, meta in metas.items() if self._allocate(place, meta)]
         generators = _kept_generators(self._device)
         error = self._run(module)
-        left = [place for place in places if _is_unwritten(place.tensor)]
+        left = [place for place in metas if _is_unwritten(place.tensor)]
         again = None
         if left and self._init is not None and (error is None or left == fresh):
             for place in left:
@@ -163,7 +161,7 @@ class Materializer:
             ) from again
 
     def _run(self, module: nn.Module) -> Exception | None:
-        before = _Snapshot(module)
+        before = [(p, t, t.data) for part in module.modules() for p, t in _places(part)]
         outside, module_guards.show_first_values = module_guards.show_first_values, None
         try:
             with _MarksFreshMemory():
@@ -176,14 +174,14 @@ class Materializer:
             return error
         finally:
             module_guards.show_first_values = outside
-            before.restore_wiped()
+            _restore_wiped(before)
         return None
 
-    def _keep(self, metas: dict[Place, torch.Tensor | None]) -> None:
+    def _keep(self, metas: Mapping[Place, torch.Tensor]) -> None:
         """Record tensors that the function put in place itself as the new parameters or buffers."""
         for place, meta in metas.items():
             made = place.tensor
-            if made is None or meta is None or made.is_meta or self._made_of(meta) is made:
+            if made is None or made.is_meta or self._made_of(meta) is made:
                 continue
             copy_attributes(meta, made)
             self._made[id(meta)] = (meta, weakref.ref(made))
@@ -199,15 +197,11 @@ class Materializer:
         return moved
 
 
-def _places(module: nn.Module) -> Iterator[Place]:
+def _places(module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if tensor is not None:
-                yield Place(tensors, name)
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
+                yield Place(tensors, name), tensor
 
 
 def _is_unwritten(tensor: torch.Tensor | None) -> bool:
@@ -242,24 +236,15 @@ class _MarksFreshMemory(TorchFunctionMode):
         return result
 
 
-class _Snapshot:
-    """Tensors of a module and those inside; `to_empty()` recurses, and would wipe their values."""
-
-    def __init__(self, module: nn.Module) -> None:
-        places = [place for part in module.modules() for place in _places(part)]
-        self._saved = [
-            (place, tensor, tensor.data) for place in places if (tensor := place.tensor) is not None
-        ]
-
-    def restore_wiped(self) -> None:
-        """Put back each tensor that was replaced by unwritten memory."""
-        for place, tensor, data in self._saved:
-            now = place.tensor
-            if now is None or now.is_meta:
-                continue
-            if now is tensor and local_of(now).data_ptr() == local_of(data).data_ptr():
-                continue
-            if unset_values.is_left(now):
-                place.tensors[place.name] = tensor
-                if not tensor.is_meta:
-                    tensor.data = data
+def _restore_wiped(before: list[tuple[Place, torch.Tensor, torch.Tensor]]) -> None:
+    """Put back each tensor that unwritten memory replaced: `to_empty()` recurses."""
+    for place, tensor, data in before:
+        now = place.tensor
+        if now is None or now.is_meta:
+            continue
+        if now is tensor and local_of(now).data_ptr() == local_of(data).data_ptr():
+            continue
+        if unset_values.is_left(now):
+            place.tensors[place.name] = tensor
+            if not tensor.is_meta:
+                tensor.data = data

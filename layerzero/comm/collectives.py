@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from layerzero.comm.gloo import messages
-from layerzero.comm.ordered_sums import ON_CURRENT_STREAM, Add, reduce_in_order
+from layerzero.comm.ordered_sums import ON_CURRENT_STREAM, reduce_in_order
 from layerzero.comm.pending import Operation, Pending, messages_carry_names, start
 from layerzero.flat.placement import ShardGroup
-from layerzero.ops import ordered_sum_
 
 # Backends whose reductions can average (ReduceOp.AVG), which saves the scaling afterwards.
 _AVERAGING_BACKENDS = ("nccl", "xccl", "fake")
@@ -67,7 +66,6 @@ def reduce_scatter(
     deterministic: bool = False,
     order: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
-    add: Add = ordered_sum_,
 ) -> tuple[torch.Tensor, Pending]:
     """Sum chunk r of every rank's `chunks` on rank r. Collective; does not block the host.
 
@@ -78,7 +76,6 @@ def reduce_scatter(
         deterministic: sum in rank order, in float32 at least, on every backend; gloo always does.
         order: rank r receives chunk order[r] instead of r; used only where the engine sums.
         out: [chunk_numel] memory for the sum, in the dtype of what is returned; None: new memory.
-        add: see `reduce_in_order`; used only where the engine sums.
 
     Returns:
         ([chunk_numel] scaled sum, valid after `wait()` of the handle; the handle). The sum is
@@ -98,7 +95,7 @@ def reduce_scatter(
         if scale != 1.0:
             pending.then(partial(summed.mul_, scale))
         return summed, pending
-    return reduce_in_order(chunks, group, operation, scale, order, out, add)
+    return reduce_in_order(chunks, group, operation, scale, order, out)
 
 
 def _issue_all_gather(

@@ -19,6 +19,7 @@ from layerzero.comm.collectives import SENT_BY_ALL, all_gather
 from layerzero.comm.gloo import messages
 from layerzero.comm.ordered_sums import ON_CURRENT_STREAM, all_to_all_on
 from layerzero.comm.pending import Operation, Pending, messages_carry_names, start
+from layerzero.flat.groups import own_rank
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.diagnosis import run_names
 
@@ -69,7 +70,7 @@ def gather_bytes(
 
 
 def gather_texts(
-    text: str | None, rank: int, groups: Sequence[ShardGroup], device: torch.device, what: str
+    text: str | None, groups: Sequence[ShardGroup], device: torch.device, what: str
 ) -> dict[int, str]:
     """Gather the texts of all ranks that have one, for errors and warnings: {global rank: text}, in
     rank order.
@@ -78,10 +79,9 @@ def gather_texts(
 
     Args:
         text: this rank's text; None if it has none.
-        rank: this rank's global number.
         what: the subject, which the error names if a rank does not take part.
     """
-    own = b"" if text is None else f"{rank} ".encode() + text.encode()[:MAX_NBYTES]
+    own = b"" if text is None else f"{own_rank()} ".encode() + text.encode()[:MAX_NBYTES]
     everyone = gather_bytes(own, groups, lambda _: Operation("exchange", what, 0), device)
     texts = (each.decode(errors="replace").partition(" ") for each in everyone if each)
     return dict(sorted((int(number), text) for number, _, text in texts))

@@ -65,8 +65,8 @@ class Pending:
     peer = -1
     """Group rank of the peer whose message is awaited now; -1: all of them, or none yet."""
     works: Sequence[tuple[dist.Work, int]] | None = None
-    """Each work with its peer's group rank (-1: all); None until issued. Empty if there is none
-    to wait for: a collective on the current stream is in order there by itself."""
+    """Each work with its peer's group rank (-1: all); None until issued, and of messages. Empty if
+    there is none to wait for: a collective on the current stream is in order there by itself."""
     _finish: Callable[[], object] | None = None
     _done_event: Event = None
 
@@ -153,7 +153,7 @@ class Pending:
         # watchdog bound the wait.
         timed = self.group.backend == "gloo"
         detector = self.operation.detector
-        if detector is not None and self.works:
+        if detector is not None and self.works != ():
             detector.begin_wait(self)
         try:
             for work, peer in self._all_works():

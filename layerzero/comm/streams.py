@@ -5,7 +5,7 @@ torch's, and waiting for an event orders streams without blocking the host. On C
 runs its work at once on the host, so only the collectives themselves, which are asynchronous,
 overlap with compute; events are None, because the host runs in order.
 
-On CPU with gloo two streams also have a thread (gloo/threads.py).
+On CPU with gloo one stream also has a thread (gloo/threads.py).
 """
 
 from __future__ import annotations
@@ -38,16 +38,6 @@ NOTHING: Any = type("_Nothing", (), dict.fromkeys(("__enter__", "__exit__"), "".
 """A context that runs no Python: `"".format` is of C, takes anything, and returns ""."""
 
 
-class _Done:
-    """Handle of work that the host has already finished."""
-
-    def wait(self) -> None:
-        return None
-
-
-_DONE = _Done()
-
-
 class InlineStream:
     """The stream of a device that has none: work runs at once, in host order."""
 
@@ -57,8 +47,8 @@ class InlineStream:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def wait(self, event: Event) -> None:
-        """Nothing to order."""
+    def wait(self, event: Event = None) -> None:
+        """Nothing to order. The stream is also the handle of its work, which has all run."""
 
     def record_event(self) -> Event:
         return None
@@ -69,26 +59,21 @@ class InlineStream:
         """Return `pending` itself, to be waited for by its user. `on_done` is not called."""
         return pending
 
-    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective at once; a stream with a thread finishes its pending work first."""
-        return issue()
-
-    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective that needs the result of `first`. Blocks the host until that is done.
-
-        `first` was enqueued on this stream.
-        """
-        first.wait()
+    def start_after(self, first: Waitable | None, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective once `first` and all that is enqueued on this stream are done.
+        Blocks the host until then; a stream with a thread does not."""
+        if first is not None:
+            first.wait()
         return issue()
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
         """Run dependent collectives; see `ChainedCollectives`. Blocks the host."""
         collectives(input_done)
-        return _DONE
+        return self
 
     def drain_handle(self) -> Waitable:
-        """Handle for all work queued on the stream so far; here it has all run."""
-        return _DONE
+        """Handle for all work queued on the stream so far."""
+        return self
 
     def wait_until_idle(self) -> None:
         """Block the host until a thread of the stream has nothing to do, and forget its work."""
@@ -131,12 +116,9 @@ class DeviceStream:
         self.events_before = (event,)
         return event
 
-    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective at once: the allocator reuses memory in stream order anyway."""
-        return issue()
-
-    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective at once: it is queued on the stream after `first`."""
+    def start_after(self, first: Waitable | None, issue: Callable[[], Waitable]) -> Waitable:
+        """Start a collective at once: it is queued on its stream after `first`, and the allocator
+        reuses memory in stream order anyway."""
         return issue()
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
@@ -203,13 +185,8 @@ class Streams:
         offload: copies of gradients between device and host.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        unshard: InlineStream | None = None,
-        reduce: InlineStream | None = None,
-    ) -> None:
-        """`unshard`, `reduce`: on CPU, streams with a thread; None: without."""
+    def __init__(self, device: torch.device, reduce: InlineStream | None = None) -> None:
+        """`reduce`: on CPU, a stream with a thread; None: without."""
         self._module: Any = None
         self.current: Callable[[], Any] = type(None)
         """The stream on which the program computes now; on CPU None."""
@@ -221,7 +198,7 @@ class Streams:
         self._owners: tuple[DeviceStream, ...] = ()
         if device.type == "cpu":
             self.pre_unshard: CommStream = InlineStream()
-            self.unshard: CommStream = unshard or InlineStream()
+            self.unshard: CommStream = InlineStream()
             self.reduce: CommStream = reduce or InlineStream()
             self.offload: CommStream = InlineStream()
         else:
@@ -256,10 +233,9 @@ class Streams:
             stream.wait(compute)
 
     def wait_until_idle(self) -> None:
-        """Block the host until the threads of streams have nothing to do; devices have none."""
-        for stream in (self.unshard, self.reduce):
-            if isinstance(stream, InlineStream):
-                stream.wait_until_idle()
+        """Block the host until the thread of a stream has nothing to do; devices have none."""
+        if isinstance(self.reduce, InlineStream):
+            self.reduce.wait_until_idle()
 
     def record_compute_event(self, stream: Any = None) -> Event:
         """Record an event on the compute stream, after all work queued there; None on CPU.

@@ -282,6 +282,11 @@ class LateStream(FinishingStream):
         super().__init__()
         self._late: deque[OnThread] = deque()
 
+    def start_after(self, first: Waitable | None, issue: Callable[[], Waitable]) -> Waitable:
+        if first is not None:
+            first.wait()  # A gather that waits for another does not start late.
+        return super().start_after(None, issue)
+
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         self._last = _Late(work, self._late)
         self._late.append(self._last)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.arguments import Arguments, check, check_arguments, named_device
+from layerzero.build.arguments import Arguments, check, check_arguments
 from layerzero.build.device import check_device_type, current_accelerator
 from layerzero.build.plan import Ranks, WrapPlan, plan_wrapping, ranks_of
 from layerzero.build.topology import Topology, check_sizes, place
@@ -156,9 +156,9 @@ def _checked(given: dict[str, Any], world_size: int) -> Arguments:
 
 
 def _device(device: object) -> torch.device:
-    if device is None:
+    found: torch.device | None = check(device=device)["device"]
+    if found is None:
         return current_accelerator() or _CPU
-    found = named_device(device)
     if found.type == "meta":
         check_device_type(found, f"device={device!r}")
     return found

@@ -69,9 +69,11 @@ class PlannedModel(ZeRO3):
 class _WithoutValues(Materializer):
     """Allocates meta tensors; nobody looks at their values."""
 
-    def _initialise(self, label: str, module: nn.Module, places: list[Place]) -> None:
-        for place in places:
-            self._allocate(place)
+    def _initialise(
+        self, label: str, module: nn.Module, metas: Mapping[Place, torch.Tensor]
+    ) -> None:
+        for place, meta in metas.items():
+            self._allocate(place, meta)
 
     def fill_the_rest(self, module: nn.Module) -> None:
         """Allocate what the engine leaves alone: tensors of ignored modules."""
@@ -79,7 +81,7 @@ class _WithoutValues(Materializer):
             for tensors in (inner._parameters, inner._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor.is_meta:
-                        self._allocate(Place(tensors, name))
+                        self._allocate(Place(tensors, name), tensor)
 
 
 class _Moments(Extension):

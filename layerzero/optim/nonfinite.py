@@ -84,5 +84,5 @@ def _first_of_all(root: RootState, own: str | None) -> str | None:
     name = partial(root.operations.next, what, "the model")
     if not gather_along(flag, groups, name).any():
         return None
-    names = gather_texts(own, root.placements[0].rank, groups, root.device, what)
+    names = gather_texts(own, groups, root.device, what)
     return next(iter(names.values()), None)

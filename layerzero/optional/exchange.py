@@ -38,7 +38,7 @@ class Exchange:
     def __init__(self, root: RootState) -> None:
         """Collective; see `exchange_of`."""
         groups, on_device = root.placements[0].groups, root.device.type != "cpu"
-        self._rank, self._operations = root.placements[0].rank, root.operations
+        self._operations = root.operations
         if on_device or root.streams.are_apart:
             groups = tuple(map(_on_host, groups))
         self._groups = groups
@@ -61,7 +61,7 @@ class Exchange:
         return gather_along(own, self._groups, name).view(-1, own.numel())
 
     def texts(self, text: str | None, what: str) -> dict[int, str]:
-        return gather_texts(text, self._rank, self._groups, _HOST, what)
+        return gather_texts(text, self._groups, _HOST, what)
 
     def agree(self, request: int, what: str) -> int:
         """Exchange requests, and return the lowest, in which all ranks take part now; NOTHING: no

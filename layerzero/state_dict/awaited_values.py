@@ -52,7 +52,7 @@ def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
     missing = next(_missing(waiting), None)
     found = {} if missing is None else {dist.get_rank(): missing}
     for placement in placements.values():
-        found |= gather_texts(missing, placement.rank, placement.groups, device, "values")
+        found |= gather_texts(missing, placement.groups, device, "values")
     if found:
         rank, text = min(found.items())
         raise RuntimeError(

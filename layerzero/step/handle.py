@@ -83,10 +83,8 @@ class FlatParamHandle(FlatParam):
         # Named here: names count in the order of issue, and on gloo another thread may start it.
         operation = context.operations.next("all-gather", unit, group)
         gather = functools.partial(self._gather, context, shard, group, written, operation)
-        if synced is not None:
-            self._pending = context.streams.unshard.start_after(synced, gather)
-        elif behind_reductions:
-            self._pending = context.streams.reduce.start_after_pending(gather)
+        if synced is not None or behind_reductions:
+            self._pending = context.streams.reduce.start_after(synced, gather)
         else:
             self._pending = gather()
 

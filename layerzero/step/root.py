@@ -112,9 +112,9 @@ class RootState:
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo and self.device.type == "cpu":
-            from layerzero.comm.gloo.threads import ChainingStream, FinishingStream
+            from layerzero.comm.gloo.threads import FinishingStream
 
-            return Streams(self.device, ChainingStream(), FinishingStream())
+            return Streams(self.device, FinishingStream())
         return Streams(self.device)
 
     @property

@@ -21,7 +21,7 @@ import torch
 from layerzero.comm import collectives
 from layerzero.comm.collectives import slices_of
 from layerzero.comm.exchanges import gather_along, gather_small, gather_texts
-from layerzero.comm.ordered_sums import Add, reduce_in_order
+from layerzero.comm.ordered_sums import reduce_in_order
 from layerzero.comm.pending import Operation, Pending
 from layerzero.config import Verify
 from layerzero.flat.flat_param import FlatParam
@@ -127,12 +127,11 @@ class Verifier(Transport, Extension):
         deterministic: bool = False,
         order: Sequence[int] | None = None,
         out: torch.Tensor | None = None,
-        add: Add = ordered_sum_,
     ) -> tuple[torch.Tensor, Pending]:
         """`collectives.reduce_scatter`, checked: chunks are sent as they are, and summed here."""
         if not self._records:
             return collectives.reduce_scatter(
-                chunks, group, operation, scale, deterministic, order, out, add
+                chunks, group, operation, scale, deterministic, order, out
             )
         own = chunks.chunk(group.size)
         chosen = own if order is None else [own[place] for place in order]
@@ -140,7 +139,7 @@ class Verifier(Transport, Extension):
 
         def check_and_add(summed: torch.Tensor, parts: list[torch.Tensor], scale: float) -> None:
             received = kept(_of_peers(parts, group))
-            add(summed, parts, scale)
+            ordered_sum_(summed, parts, scale)
             self._wire.note(operation, group, sent, received)
 
         return reduce_in_order(chunks, group, operation, scale, order, out, check_and_add)
@@ -193,8 +192,8 @@ class Verifier(Transport, Extension):
             self._wire.clear(groups)
             return
         findings = [*findings, *self._wire.find(groups)]
-        text, rank = findings[0] if findings else None, self._root.placements[0].rank
-        texts = gather_texts(text, rank, axes, self._root.device, "verification")
+        text = findings[0] if findings else None
+        texts = gather_texts(text, axes, self._root.device, "verification")
         different = sorted(set(texts.values()))
         if different:
             # What waits may be of bytes that were compared only now.

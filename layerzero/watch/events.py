@@ -44,16 +44,17 @@ def stream_interface(device: torch.device) -> Any:
     """An object with `Stream(device=)`, `current_stream(index)`, and, unless its streams are
     contexts, `stream(stream)`."""
     module = torch.get_device_module(device)
-    return _Generic if missing_stream_names(module) else module
+    return module if _has_its_own(module) else _Generic
 
 
-def missing_stream_names(module: Any) -> list[str]:
-    """Names that the device module would have to have."""
-    return [name for name in _NAMES if not hasattr(module, name)]
+def _has_its_own(module: Any) -> bool:
+    return all(hasattr(module, name) for name in _NAMES)
 
 
-def has_generic_streams(device: torch.device) -> bool:
-    """Whether torch can make a stream on the device without the help of its module."""
+def has_streams(device: torch.device) -> bool:
+    """Whether the device has streams: of its module, or such as torch can make without that."""
+    if _has_its_own(getattr(torch, device.type, None)):
+        return True
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return False  # `torch.accelerator` serves one type of device.

@@ -15,10 +15,6 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
-from layerzero.watch.events import ignore_captures_of_other_threads
-
 _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
@@ -30,54 +26,33 @@ _stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = (
 
 
 def run_periodically(
-    owner: _T,
-    check: Callable[[_T], bool],
-    pause_s: float,
-    name: str,
-    prepare: Callable[[], None] = lambda: None,
+    owner: _T, check: Callable[[_T], bool], pause_s: float, name: str
 ) -> threading.Thread:
     """Start a thread that calls `check(owner)` after each pause.
 
     It ends when `check` returns False, when the owner is deleted, and at exit; not after an error
     of a check, of which the first is logged.
 
-    Args:
-        check: must hold no reference to the owner itself.
-        prepare: called once on the thread, before the first check.
+    `check` must hold no reference to the owner itself.
     """
     stop = threading.Event()
     # A daemon that holds its owner weakly: it must keep neither process nor model alive.
-    weakref.finalize(owner, stop.set)
-    arguments = (weakref.ref(owner), check, pause_s, stop, prepare)
+    arguments = (weakref.ref(owner), check, pause_s, stop)
     thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
     thread.start()
-    end_at_exit(thread, stop.set)
+    end_with(owner, thread, stop.set)
     return thread
 
 
-def prepare_thread(device: torch.device) -> None:
-    """Make queries of the device harmless on this thread."""
-    # A new thread is on device 0, where a query would make a context, of some 500 MB.
-    torch.get_device_module(device).set_device(device.index)
-    ignore_captures_of_other_threads()
-
-
 def _run(
-    owner_ref: weakref.ref[_T],
-    check: Callable[[_T], bool],
-    pause_s: float,
-    stop: threading.Event,
-    prepare: Callable[[], None],
+    owner_ref: weakref.ref[_T], check: Callable[[_T], bool], pause_s: float, stop: threading.Event
 ) -> None:
-    is_prepared = has_failed = False
+    has_failed = False
     while not stop.wait(pause_s):
         owner = owner_ref()
         if owner is None:
             return
         try:
-            if not is_prepared:
-                prepare()
-                is_prepared = True
             if not check(owner):
                 return
         except Exception as error:
@@ -91,8 +66,10 @@ def _run(
         del owner
 
 
-def end_at_exit(thread: threading.Thread, stop: Callable[[], object]) -> None:
-    """Call `stop` at exit, upon which the thread ends, and wait for it for a moment."""
+def end_with(owner: object, thread: threading.Thread, stop: Callable[[], object]) -> None:
+    """Call `stop`, upon which the thread ends, when the owner is deleted; and at exit, which waits
+    for the thread for a moment."""
+    weakref.finalize(owner, stop)
     _stops[thread] = stop
 
 

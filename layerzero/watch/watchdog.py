@@ -10,7 +10,6 @@ The error is logged at once, and raised by the next use of the model.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import time
@@ -31,8 +30,8 @@ from layerzero.watch.diagnosis import (
     open_notes,
     warns_at_half_time,
 )
-from layerzero.watch.events import Event, PooledEvent
-from layerzero.watch.thread import prepare_thread, run_periodically
+from layerzero.watch.events import Event, PooledEvent, ignore_captures_of_other_threads
+from layerzero.watch.thread import run_periodically
 
 _HISTORY = 4096
 """Collectives a rank remembers; ranks further apart than this cannot be compared."""
@@ -46,8 +45,6 @@ class Watchdog:
 
     issued: deque[Collective]
     """Collectives that are about to be issued are appended here; the thread takes them out."""
-    has_failed: bool
-    """Set once, by the watchdog's thread, which then ends."""
 
     def __init__(
         self,
@@ -65,7 +62,6 @@ class Watchdog:
             record_event, events_before: of `Streams`.
             on_failure: called on the watchdog's thread; must not keep the model alive.
         """
-        self.has_failed = False
         self.record_event = record_event
         self.events_before = events_before
         self._group = group
@@ -80,8 +76,7 @@ class Watchdog:
         self._digest = 0
         self._store = None if place is None else open_notes(f"watchdog/{place}")
         pause_s = min(_LONGEST_PAUSE_S, group.limit.total_seconds() / 4)
-        name, prepare = "layerzero-watchdog", functools.partial(prepare_thread, device)
-        self._thread = run_periodically(self, Watchdog.check, pause_s, name, prepare)
+        self._thread = run_periodically(self, _check_on_device, pause_s, "layerzero-watchdog")
 
     def check(self) -> bool:
         """Check the collectives in flight once; called by the thread until it returns False."""
@@ -95,10 +90,9 @@ class Watchdog:
             error = self._compare_with_next_rank() or self._find_standstill()
         if error is not None:
             self._on_failure(error)
-            self.has_failed = True
             _logger.error("%s", error)
             _abort(self._group, self._device)
-        return not self.has_failed
+        return error is None
 
     def _take_issued(self) -> None:
         """Add collectives issued since the last check to the history."""
@@ -182,6 +176,14 @@ class Watchdog:
                 f"  rank {pair[0]}: {first[count]}\n  rank {pair[1]}: {second[count]}"
             )
         return CollectiveError(text)
+
+
+def _check_on_device(watchdog: Watchdog) -> bool:
+    """`check`, on a thread on which queries of the device are harmless."""
+    # A new thread is on device 0, where a query would make a context, of some 500 MB.
+    torch.get_device_module(watchdog._device).set_device(watchdog._device.index)
+    ignore_captures_of_other_threads()
+    return watchdog.check()
 
 
 def _abort(group: ShardGroup, device: torch.device) -> None:

@@ -344,7 +344,7 @@ def test_what_one_rank_refuses_is_raised_on_every_rank() -> None:
     cases: list[tuple[Build, dict[str, Any], str, str]] = [
         (Mlp, {"outer": "zero2"}, "ValueError", "outer: expected"),
         (Mlp, {"sharding_strategy": 1}, "TypeError", "sharding_strategy"),
-        (Mlp, {"device": "cuda:99"}, "", "device='cuda:99'"),
+        (Mlp, {"device": "cuda:99"}, "", "parameters go to cuda:99"),
         (hooked, {}, "ValueError", "has hooks"),
         (wide, {}, "ValueError", "has grad_dtype torch.float32"),
         (lambda: [Mlp()], {}, "TypeError", "got list"),

@@ -55,7 +55,7 @@ def _slow_link(delays: Callable[[Pending], float] = lambda _: 1) -> AbstractCont
     """Each collective arrives so many times `DELAY_S` after something began to wait for it."""
 
     def sleep(pending: Pending) -> None:
-        if pending.works:
+        if pending.works != ():
             time.sleep(DELAY_S * delays(pending))
 
     return observed(Pending, "wait_for_data", sleep)

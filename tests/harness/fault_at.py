@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import ZeRO3
 from layerzero.comm.gloo.threads import FinishingStream
-from layerzero.comm.streams import Waitable
+from layerzero.comm.streams import InlineStream, Waitable
 from tests.harness.internals import root_state
+
+_start_after = FinishingStream.start_after
 
 
 class FaultAt(TorchDispatchMode):
@@ -37,7 +40,7 @@ class FaultAt(TorchDispatchMode):
     def __enter__(self) -> FaultAt:
         if isinstance(self._at, int) and self._at > 0:
             start = _start_there if self._at % 2 else _start_here
-            self._starts = mock.patch.object(FinishingStream, "start_after_pending", start)
+            self._starts = mock.patch.object(FinishingStream, "start_after", start)
             self._starts.start()
         super().__enter__()
         return self
@@ -54,14 +57,18 @@ class FaultAt(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _start_here(stream: FinishingStream, issue: Callable[[], Waitable]) -> Waitable:
-    if stream._last is not None:
+def _start_here(
+    stream: FinishingStream, first: Waitable | None, issue: Callable[[], Waitable]
+) -> Waitable:
+    if first is None and stream._last is not None:
         stream._last.wait_until_idle()
-    return issue()
+    return _start_after(stream, first, issue)
 
 
-def _start_there(stream: FinishingStream, issue: Callable[[], Waitable]) -> Waitable:
-    return stream._enqueue(issue)
+def _start_there(
+    stream: FinishingStream, first: Waitable | None, issue: Callable[[], Waitable]
+) -> Waitable:
+    return stream._enqueue(partial(InlineStream.start_after, stream, first, issue))
 
 
 def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:

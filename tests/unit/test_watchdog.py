@@ -206,7 +206,7 @@ def test_the_thread_queries_on_the_models_device_and_destroys_no_event(
         started_gather(dog)
         wait_until(is_idle, dog)
     assert set(QueriedEvent.queried_on) == {3}
-    assert driver.modes == [(1, "layerzero-watchdog")], "it leaves captures of others alone"
+    assert set(driver.modes) == {(1, "layerzero-watchdog")}, "it leaves captures of others alone"
     # The last reference may be gone a moment after the watchdog's list is empty.
     assert stream.num_made <= 4
     thread = dog._thread
@@ -237,28 +237,21 @@ class Owner:
 def test_an_error_of_a_check_is_logged_once_and_does_not_end_the_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nor does one of what prepares the thread, before which nothing is checked."""
     owner = Owner()
-    prepared: list[int] = []
-
-    def prepare() -> None:
-        prepared.append(0)
-        if len(prepared) < 3:
-            raise RuntimeError("invalid device ordinal")
 
     def check(owner: Owner) -> bool:
         owner.checks += 1
-        assert len(prepared) == 3
         if owner.checks < 3:
             raise RuntimeError("operation not permitted when stream is capturing")
         return True
 
     with caplog.at_level(logging.ERROR, logger="layerzero"):
-        thread = run_periodically(owner, check, PAUSE_S, "layerzero-watchdog", prepare)
+        thread = run_periodically(owner, check, PAUSE_S, "layerzero-watchdog")
         wait_until(lambda owner: owner.checks > 4, owner)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "layerzero-watchdog could not check, and goes on: RuntimeError: invalid device ordinal"
+        "layerzero-watchdog could not check, and goes on: RuntimeError: operation not permitted "
+        "when stream is capturing"
     )
     del owner
     thread.join(LIMIT_S)

@@ -78,45 +78,30 @@ class Messages(Pending):
         except RuntimeError as error:
             self.peer = messages[len(self._posted)].peer
             raise self.diagnose(error) from error
-        self.works = self._in_order()
         return self
 
-    def _in_order(self) -> list[tuple[dist.Work, int]]:
-        """Posted works, receives first; without those waited for already."""
-        posted = zip(self._posted, self._messages, strict=False)
-        in_order = sorted(posted, key=lambda each: not each[1].receives)
-        return [(work, message.peer) for work, message in in_order if work is not None]
+    def wait_for_data(self) -> None:
+        super().wait_for_data()
+        self._posted, self._messages = [], ()
 
-    def _post_the_rest(self) -> None:
-        """Post each other message once the one whose memory it needs is over.
+    def _all_works(self) -> Sequence[tuple[dist.Work, int]]:
+        """Works of all messages, receives first; without those waited for already.
 
-        A call after one that raised resumes there; does nothing if `post` has failed.
+        Posts each other message before, once the one whose memory it needs is over. A call after
+        one that raised resumes there.
         """
         for message in self._messages[len(self._posted) :]:
             if message.after is None:
-                return
+                break  # `post` has failed.
             work, self.peer = self._posted[message.after], self._messages[message.after].peer
             if work is not None:
                 work.wait(self.group.limit)
                 self._posted[message.after] = None
             self.peer = message.peer
             self._posted.extend(map(_Call.__call__, (message.call,)))  # See `post`.
-        self.works = self._in_order()
-
-    @property
-    def is_done(self) -> bool:
-        return len(self._posted) == len(self._messages) and super().is_done
-
-    def wait_for_data(self) -> None:
-        if self.works is None and self._posted:
-            self.works = self._in_order()  # Something raised when they had just been posted.
-        super().wait_for_data()
-        self._posted, self._messages = [], ()
-
-    def _all_works(self) -> Sequence[tuple[dist.Work, int]]:
-        if len(self._posted) < len(self._messages):
-            self._post_the_rest()
-        return super()._all_works()
+        posted = zip(self._posted, self._messages, strict=False)
+        in_order = sorted(posted, key=lambda each: not each[1].receives)
+        return [(work, message.peer) for work, message in in_order if work is not None]
 
 
 def exchange(

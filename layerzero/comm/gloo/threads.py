@@ -1,7 +1,7 @@
-"""Streams on CPU with a thread, for backends on which the engine does the sums itself (gloo).
+"""The reduce stream on CPU, for backends on which the engine does the sums itself (gloo).
 
-That of the reduce stream finishes each reduction as soon as its data has arrived; an all-gather
-prefetched in backward starts after that (decision 0012).
+Its thread finishes each reduction as soon as its data has arrived; an all-gather prefetched in
+backward starts after that (decision 0012).
 
 Note [A thread that is preempted holds gloo's lock]
     gloo has a thread for its sockets. A thread that posts a message locks the connection, writes a
@@ -23,31 +23,27 @@ import os
 import queue
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from layerzero.comm.streams import ChainedCollectives, InlineStream, Waitable
-from layerzero.watch.thread import end_at_exit
+from layerzero.watch.thread import end_with
 
 
-class ChainingStream(InlineStream):
-    """An inline stream with a thread, which starts a collective once another is done."""
+class FinishingStream(InlineStream):
+    """An inline stream whose thread finishes its collectives, in order of issue."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[OnThread | None] = queue.SimpleQueue()
         self._last: OnThread | None = None
         self._thread: threading.Thread | None = None
 
-    def start_after(self, first: Waitable, issue: Callable[[], Waitable]) -> Waitable:
-        """Let the thread wait for `first`, then start the other. Does not block the host."""
-
-        def chained() -> Waitable:
-            first.wait()
+    def start_after(self, first: Waitable | None, issue: Callable[[], Waitable]) -> Waitable:
+        """Let the thread start a collective, after `first`. Does not block the host."""
+        if first is None and (self._last is None or self._last.is_done):
             return issue()
-
-        return self._enqueue(chained)
+        return self._enqueue(partial(super().start_after, first, issue))
 
     def wait_until_idle(self) -> None:
         # Forgotten: its error would keep the frames of all callers of `wait` alive.
@@ -62,15 +58,10 @@ class ChainingStream(InlineStream):
                 target=_run_all, args=(self._queue,), name="layerzero-stream", daemon=True
             )
             self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-            end_at_exit(self._thread, partial(self._queue.put, None))
+            end_with(self, self._thread, partial(self._queue.put, None))
         self._last = OnThread(work, self._thread)
         self._queue.put(self._last)
         return self._last
-
-
-class FinishingStream(ChainingStream):
-    """An inline stream whose thread finishes its collectives, in order of issue."""
 
     def enqueue_wait(
         self, pending: Waitable, on_done: Callable[[], None] | None = None
@@ -83,10 +74,6 @@ class FinishingStream(ChainingStream):
                 on_done()
 
         return self._enqueue(finish)
-
-    def start_after_pending(self, issue: Callable[[], Waitable]) -> Waitable:
-        """Start a collective once all work enqueued on this stream so far is finished."""
-        return issue() if self._last is None or self._last.is_done else self._enqueue(issue)
 
     def run(self, collectives: ChainedCollectives, input_done: Callable[[], None]) -> Waitable:
         """Let the thread run the collectives. Does not block the host."""
