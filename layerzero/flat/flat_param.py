@@ -330,8 +330,8 @@ class FlatParam:
         self.placed = [each for each in self.sharded_params if each.numel()]
         self.empty = [each for each in self.sharded_params if not each.numel()]
         self.addresses = [*map(address_of, self.placed)]
-        # Without elements a tensor has no address, but an offset, here one that no other has: ranks
-        # notice an assignment alike, whoever has a piece.
+        # Without elements a tensor has no address, but an offset, here one that no other has: all
+        # ranks notice an assignment, those without elements of the parameter, too.
         self.mark = self.num_rewrites + 1
         for each in self.empty:
             each.data = each.data.as_strided(each.shape, each.stride(), self.mark)
