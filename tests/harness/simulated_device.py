@@ -42,6 +42,7 @@ from layerzero.step import root
 from layerzero.step.context import RuntimeContext
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
+from tests.harness.internals import WaitingGradient
 from tests.harness.recording import observed
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name
@@ -350,6 +351,8 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
+        if WaitingGradient in types:
+            return NotImplemented  # It has no memory; what it does with sums comes here.
         facts, graph = _facts_of(func), self._capture
         records = graph is not None and not facts.is_view
         on_host = not facts.is_view and self._runs_on_host(facts, args, kwargs)
