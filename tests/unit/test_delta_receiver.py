@@ -127,17 +127,6 @@ def test_lost_and_repeated_patches_are_errors() -> None:
     refused(tensors, patch(2, name="b"), "is repeated: the tensors are at patch 3")
 
 
-def test_the_patch_after_an_interruption_fits_with_and_without_the_one_before() -> None:
-    for arrived in (True, False):
-        tensors = fresh()
-        apply_delta(tensors, patch(1))
-        if arrived:
-            apply_delta(tensors, patch(2))
-        apply_delta(tensors, patch(3, after=1))
-        refused(tensors, patch(2), "repeated")
-        apply_delta(tensors, patch(4))
-
-
 def test_full_comes_whole_and_in_order() -> None:
     def part(number: int, at: int = 7, of: int = 3, **link: Any) -> Patch:
         return patch(at, after=at, part=number, parts=of, **link)
