@@ -76,7 +76,6 @@ BAD: dict[str, tuple[Callable[[], Any], Patch, str]] = {
     "negative index": (LAYOUTS["contiguous"], patch(indices=(-1, 3)), "index -1 is outside"),
     "other shape": (lambda: torch.zeros(4, 3, dtype=BF16), patch(), r"\(4, 3\), and the original"),
     "narrow dtype": (lambda: torch.zeros(SHAPE, dtype=torch.float16), patch(), "cannot hold every"),
-    "integers": (lambda: torch.zeros(SHAPE, dtype=torch.int64), patch(), "cannot hold every"),
     "too few values": (
         LAYOUTS["contiguous"],
         patch(values=torch.ones(3, dtype=BF16)),
