@@ -201,11 +201,7 @@ def _block() -> nn.Module:
 WRAPPED_AGAIN: dict[str, Callable[[nn.Module], object]] = {
     "appended": lambda model: model.blocks.append(_block()),
     "inserted": lambda model: model.blocks.insert(0, _block()),
-    "removed": lambda model: model.blocks.__delitem__(1),
     "replaced": lambda model: setattr(model, "head", seeded(lambda: nn.Linear(WIDTH, 2), seed=4)),
-    "a parameter replaced": lambda model: setattr(
-        model.head, "weight", nn.Parameter(torch.full((3, WIDTH), 0.1))
-    ),
     "adapters": _adapt,
     "a module that takes over": _take_over,
     "a parameter tied": _tie,
