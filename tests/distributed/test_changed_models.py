@@ -70,24 +70,11 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: setattr(model, "head", nn.Linear(WIDTH, 4)),
         "added head.bias; replaced head.weight",
     ),
-    "a module appended": (lambda model: model.blocks.append(Block()), "added blocks.3.up.w"),
     "an item deleted": (
         lambda model: model.blocks.__delitem__(2),
         "removed blocks.2.up.weight",
     ),
-    "another order": (
-        lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
-        "replaced blocks.0.up.weight.*blocks.2.down.bias",
-    ),
     "adapters": (_adapt, "added .*blocks.1.up.down.weight.*removed blocks.1.up.weight"),
-    "a parameter replaced": (
-        lambda model: setattr(model.stem, "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
-        "replaced stem.weight",
-    ),
-    "a parameter removed": (
-        lambda model: setattr(model.stem, "bias", None),
-        "removed stem.bias",
-    ),
     "a parameter tied": (_tie, "replaced blocks.0.up.weight"),
     "a module that takes over": (_take_over, "replaced stem.weight, stem.bias"),
     "a sharded module": (
@@ -214,11 +201,7 @@ def _block() -> nn.Module:
 WRAPPED_AGAIN: dict[str, Callable[[nn.Module], object]] = {
     "appended": lambda model: model.blocks.append(_block()),
     "inserted": lambda model: model.blocks.insert(0, _block()),
-    "removed": lambda model: model.blocks.__delitem__(1),
     "replaced": lambda model: setattr(model, "head", seeded(lambda: nn.Linear(WIDTH, 2), seed=4)),
-    "a parameter replaced": lambda model: setattr(
-        model.head, "weight", nn.Parameter(torch.full((3, WIDTH), 0.1))
-    ),
     "adapters": _adapt,
     "a module that takes over": _take_over,
     "a parameter tied": _tie,
@@ -319,8 +302,10 @@ def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone() -> None:
     model = zero3(Mlp, Block)
     module = model.module
     assert_trains_alike(model, plain, batches[:1])
-    with pytest.raises(RuntimeError, match="is wrapped already"):
-        ZeRO3(module)
+    for each in (model, module, model.blocks[0]):
+        with pytest.raises(RuntimeError, match="is wrapped already"):
+            ZeRO3(each)
+    del each
     del model
     again = ZeRO3(module, auto_wrap_policy={nn.Linear}, zero3_size=1, outer="replicate")
     assert len(layerzero.units(again)) == 9

@@ -166,7 +166,7 @@ def test_a_process_group_or_an_axis_of_a_mesh_may_be_part_of_the_world() -> None
     batches = batches_of(CASES["mlp"], 2, steps=2, seed=index)  # each pair has its own
     model = zero3(Mlp, Block, process_group=pairs[index])
     assert_trains_alike(model, seeded(Mlp), batches, group=pairs[index])
-    with pytest.raises(ValueError, match=r"rank|group"):
+    with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not in the group"):
         ZeRO3(Mlp(), process_group=pairs[1 - index])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     model = zero3(Mlp, Block, process_group=mesh["inner"])
@@ -254,12 +254,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"forward_prefetch": False}, "forward_prefetch=0", "forward_prefetch=1"),
     ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "=BackwardPrefetch.", "BACKWARD_PRE"),
-    ({"limit_all_gathers": "2GB"}, "limit_all_gathers='2GB'", "limit_all_gathers=True"),
     ({"offload": OffloadPolicy(params=True)}, "offload=OffloadPolicy(params=True)", "Policy()"),
     ({"param_init_fn": nothing}, "param_init_fn=a function", "param_init_fn=None"),
-    ({"param_init_fn": "later"}, "param_init_fn='later'", "param_init_fn=None"),
-    ({"sync_module_states": True}, "sync_module_states=True", "sync_module_states=False"),
-    ({"gradient_reduction": "sum"}, "gradient_reduction='sum'", "gradient_reduction='mean'"),
     ({"accumulation": "sharded"}, "accumulation='sharded'", "accumulation='auto'"),
     ({"reduction": ReductionPolicy(separate_groups=True)}, "groups=True", "separate_groups=False"),
     ({"timeout": timedelta(hours=1)}, "seconds=3600", "timeout=None"),

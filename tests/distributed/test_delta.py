@@ -154,42 +154,6 @@ def test_parts_that_some_ranks_have_are_sent_once_under_global_names() -> None:
         receiver.round(kind)
 
 
-@on_ranks(1)
-def test_an_element_is_sent_when_its_bits_changed() -> None:
-    model = ZeRO3(nn.Linear(4, 3, bias=False))
-    parameter = next(model.parameters())
-    stream = DeltaStream(model)
-
-    def sent() -> dict[int, float]:
-        found: dict[int, float] = {}
-        for patch in stream.changes():
-            found |= zip(patch.indices.tolist(), patch.values.tolist(), strict=True)
-        return found
-
-    with torch.no_grad():
-        parameter.fill_(0.0)
-    assert len(sent()) == 12
-    with torch.no_grad():
-        parameter[3] = -0.0
-        parameter[5] = torch.nan
-        parameter[6] = 2.0**-140  # rounds to zero
-    found = sent()
-    assert found.keys() == {3, 5} and str(found[3]) == "-0.0" and found[5] != found[5]
-    with torch.no_grad():
-        parameter[5] = -torch.tensor(torch.nan)
-    assert not sent(), "a NaN is sent once"
-    with torch.no_grad():
-        parameter[5] = 1.0
-        parameter.data[0] = 1 + 2.0**-20  # rounds to 1
-    assert sent() == {0: 1.0, 5: 1.0}
-    with torch.no_grad():
-        parameter.data[0] = 1.0
-    assert not sent(), "the same bits in bfloat16"
-    parameter.data = torch.full((12,), 3.0)  # adopted
-    assert len(sent()) == 12
-    assert stream.snapshot_nbytes == 2 * 12
-
-
 @on_ranks(2)
 def test_an_interrupted_round_is_repeated() -> None:
     torch.manual_seed(0)
@@ -369,6 +333,7 @@ def test_patches_are_bounded_and_small() -> None:
         weight[chosen] += 1
     nbytes = sum(patch.nbytes for patch in stream.changes())
     assert nbytes <= 0.11 * 2 * weight.numel()
+    assert stream.snapshot_nbytes == 2 * 12040
 
 
 @on_ranks(1)

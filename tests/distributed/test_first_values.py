@@ -138,18 +138,6 @@ def test_what_ranks_hold_is_what_one_process_draws() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_draw_from_seeds_of_their_own_hold_parts_of_their_own_draws() -> None:
-    model = _emptied(fully_shard)
-    _drawn(model, seed=dist.get_rank())
-    own = [p.layerzero.range for p in model.parameters()]
-    plain = _drawn(Titan(), seed=dist.get_rank())
-    torch.optim.SGD(model.parameters())
-    pairs = zip(model.parameters(), plain.parameters(), own, strict=True)
-    for part, whole, (start, stop) in pairs:
-        assert_bitwise(part.detach().reshape(-1), whole.detach().reshape(-1)[start:stop])
-
-
-@on_ranks(2)
 def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
     def draw(model: nn.Module, empties: bool) -> None:
         torch.manual_seed(5)

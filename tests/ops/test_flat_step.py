@@ -268,8 +268,3 @@ def test_ops_pass_opcheck() -> None:
         "word_sums_": (torch.zeros(2, dtype=torch.int64), parts),
     }.items():
         torch.library.opcheck(getattr(torch.ops.layerzero, op).default, arguments)
-
-
-def test_the_tensors_are_named_as_in_the_schema() -> None:
-    names = [each.name for each in torch.ops.layerzero.flat_step_.default._schema.arguments]
-    assert names == [*R.StepTensors._fields, "grad_scale", "seed"]

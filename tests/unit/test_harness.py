@@ -24,10 +24,7 @@ from tests.harness.models import CASES, Mlp, loss_of
 from tests.harness.processes import call_alone
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.reference import (
-    Terms,
-    backward_of_all_ranks,
     batches_of,
-    full_gradients,
     in_turn,
     seeded,
 )
@@ -132,20 +129,6 @@ def test_a_rank_that_hangs_is_killed_and_shows_where(tmp_path: Path) -> None:
         pid = int((tmp_path / str(rank)).read_text())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-
-
-def test_reference_gradient_is_the_mean_over_ranks() -> None:
-    model, terms = seeded(Mlp), Terms()
-    batches = batches_of(CASES["mlp"], world_size=4, steps=1)[0]
-    backward_of_all_ranks(model, batches, terms=terms)
-    mean, bounds = full_gradients(model), terms.bounds(model)
-    model.zero_grad()
-    torch.stack([loss_of(model(batch)) for batch in batches]).mean().backward()
-    once = full_gradients(model)
-    assert_same_parameters(once, mean, bounds, "gradient")
-    backward_of_all_ranks(model, batches, reduction="sum")
-    total = {name: once[name] + 4 * value for name, value in mean.items() if value is not None}
-    assert_same_parameters(full_gradients(model), total, what="gradient")
 
 
 def test_checks_name_the_parameter_and_the_place() -> None:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from layerzero.step_ledger.figures import Explained, LastPeers, explain, length
+from layerzero.step_ledger.figures import Explained, LastPeers, explain
 from layerzero.step_ledger.records import (
     HOST_BOUND,
     ISSUED_LATE,
@@ -116,7 +116,3 @@ def test_figures_are_means_of_a_step() -> None:
         "exposed gathers": 4000,
         "exposed reductions": 0,
     }
-
-
-def test_spans_are_united() -> None:
-    assert length([(0, 2), (1, 3), (5, 6)]) == 4

@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
 OF_TENSORS = (".grad", ".data")
 """Torch's own way to give a tensor these."""
 CEILING = 6
-"""Other writes that the engine has."""
+"""Other writes that the engine has; fewer: lower it."""
 
 
 def outside_writes(source: str) -> Iterator[tuple[int, str]]:
@@ -34,18 +34,4 @@ def test_objects_of_the_engine_are_changed_by_their_own_methods() -> None:
         if path.suffix == ".py":
             writes = outside_writes(path.read_text())
             found += [f"{path.name}: {what}" for _, what in writes if not what.endswith(OF_TENSORS)]
-    assert len(found) <= CEILING, found
-
-
-def test_each_kind_of_write_is_counted() -> None:
-    source = """
-self.own = cls.own = other.set = 1
-a, unit.depth = 1, 2
-self.inside.deep += 1
-other.noted: int = 3
-del other.gone
-other["key"] = local = 4
-"""
-    assert [what for _, what in outside_writes(source)] == [
-        *("other.set", "unit.depth", "self.inside.deep", "other.noted", "other.gone"),
-    ]
+    assert len(found) == CEILING, found

