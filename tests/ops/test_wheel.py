@@ -113,5 +113,5 @@ def test_a_wheel_installs_with_its_kernels(tmp_path: Path) -> None:
     assert installed and wheel.name.startswith(f"layerzero-{installed[1]}-"), said
     if has_sanitizers(tmp_path):
         passed = re.search(r"(\d+) passed", said)
-        assert passed is not None and int(passed[1]) > 200, said[-1000:]
+        assert passed is not None and int(passed[1]) > 150, said[-1000:]
         assert "skipped" not in said, "the kernels were loaded"
