@@ -15,17 +15,15 @@ from layerzero.optim import step_ops
 from layerzero.optim.step_ops import StepTensors, run_steps
 from tests.ops.truth import (
     DTYPES,
-    around_the_middle_of_two,
     assert_same_bits,
     concatenate,
-    every_16_bit_value,
     random_values,
+    special_values,
 )
 
 pytestmark = pytest.mark.gpu
 
 CANARY = 7.0
-HALVES = (torch.float16, torch.bfloat16)
 SCALES = [1.0, 0.25, -1.5, 0.3]
 SLEEP_CYCLES = 1_000_000_000
 """About half a second of a busy stream: far more than a call takes that does not wait."""
@@ -84,12 +82,7 @@ def test_every_dtype_pair_has_the_bits_of_the_reference(
     for shift in range(1, 8):  # Sources and outputs may start anywhere.
         check_pack(cuda, srcs, concatenate(numels, 16), dtype, src_shift=shift)
         check_pack(cuda, srcs, concatenate(numels), dtype, out_offset=shift)
-    special = []
-    if src_dtype in HALVES:
-        special.append(every_16_bit_value(src_dtype))
-    if src_dtype == torch.float32 and dtype in HALVES:
-        special.append(around_the_middle_of_two(dtype))
-    for src in special:
+    for src in special_values(src_dtype, dtype):
         check_pack(cuda, [src], concatenate([src.numel()]), dtype)
 
 

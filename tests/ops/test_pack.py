@@ -16,19 +16,17 @@ from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
     REFUSAL,
-    around_the_middle_of_two,
     assert_same_bits,
     call,
     concatenate,
-    every_16_bit_value,
     narrowed,
     random_values,
     scaled,
+    special_values,
     with_threads,
 )
 
 CANARY = 7.0
-HALVES = (torch.float16, torch.bfloat16)
 SCALES = [1.0, 0.3, -1.5]
 
 
@@ -78,12 +76,7 @@ def test_every_dtype_pair_has_the_bits_of_the_contract(
         srcs = [random_values(numel, src_dtype) for numel in numels]
         check(implementation, srcs, segs, dtype, scale)
         check(implementation, srcs, segs, dtype, scale, out_offset=3, nt=True)
-    special = []
-    if src_dtype in HALVES:
-        special.append(every_16_bit_value(src_dtype))
-    if src_dtype == torch.float32 and dtype in HALVES:
-        special.append(around_the_middle_of_two(dtype))
-    for src in special:
+    for src in special_values(src_dtype, dtype):
         check(implementation, [src], concatenate([src.numel()]).table, dtype, 1.0)
 
 

@@ -53,6 +53,16 @@ def around_the_middle_of_two(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([values, -values])
 
 
+def special_values(source: torch.dtype, target: torch.dtype) -> list[torch.Tensor]:
+    """What a cast may get wrong: all 16-bit values, and values half-way between two of them."""
+    halves, found = (torch.float16, torch.bfloat16), []
+    if source in halves:
+        found.append(every_16_bit_value(source))
+    if source == torch.float32 and target in halves:
+        found.append(around_the_middle_of_two(target))
+    return found
+
+
 def with_threads(*counts: int) -> Iterator[int]:
     """Each count in turn, as the number of torch's threads."""
     threads = torch.get_num_threads()
