@@ -7,7 +7,7 @@ host.
 Note [A pass adds only when it is complete]
     What earlier micro-batches left is not written before the pass that adds to it has ended, so
     that one that fails leaves it as it was. Unsharded, a micro-batch's gradients are held until
-    then, in the dtype in which backward computed them; where the sum is sent, it is copied first.
+    then, in the dtype in which backward computed them; the sum that is sent is written elsewhere.
     Sharded and on the host, each micro-batch writes a new sum. `keep` ends a pass, `undo` takes it
     back.
 """
@@ -46,7 +46,7 @@ class GradientSums(GradientBuffer):
     _pending: Sequence[list[torch.Tensor]] = ()
     """Gradients to add to the sum once the pass is complete."""
     _spare: Buffer | None = None
-    """Like `_sum`, made when a sum is first copied."""
+    """Like `_sum`, made when a sum is first written elsewhere."""
 
     def _runs_in(self, flat: torch.Tensor) -> Iterator[ShardRange]:
         """Parts of gradients in a sum: the whole buffer, or the chunk that a first hop leaves,
