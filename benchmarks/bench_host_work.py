@@ -183,6 +183,9 @@ class CountedDevice:
     def Stream(self, *_: object, **__: object) -> _Stream:
         return _Stream(self)
 
+    def set_device(self, _: object) -> None:
+        """What the watchdog's thread calls."""
+
     def Event(self, *_: object, **__: object) -> _Event:
         return _Event(self)
 
