@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _compute_shards(model: nn.Module) -> list[Tensor]:
     from layerzero import ZeRO3
-    from layerzero.model_functions import ordered_units
+    from layerzero.wrapping.units import ordered_units
 
     if not isinstance(model, ZeRO3):
         return []

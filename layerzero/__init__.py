@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     )
     from layerzero.graphs.capture import capture
     from layerzero.memory_plan import plan_memory
-    from layerzero.model_functions import register_forward_method, units
     from layerzero.optim import GradScaler, global_norm
     from layerzero.parallel import ParallelManager
     from layerzero.plan import ActivationCheckpointing, ShardingPlan, shard_with_plan
     from layerzero.step_ledger import ledger
     from layerzero.uneven.joinable import join
-    from layerzero.wrap_again import rewrap
+    from layerzero.wrapping.rewrap import rewrap
+    from layerzero.wrapping.units import register_forward_method, units
 
 _LAZY = {
     "ActivationCheckpointing": "layerzero.plan",
@@ -55,12 +55,12 @@ _LAZY = {
     "join": "layerzero.uneven.joinable",
     "ledger": "layerzero.step_ledger",
     "plan_memory": "layerzero.memory_plan",
-    "register_forward_method": "layerzero.model_functions",
+    "register_forward_method": "layerzero.wrapping.units",
     "register_fsdp_forward_method": "layerzero.fsdp",
-    "rewrap": "layerzero.wrap_again",
+    "rewrap": "layerzero.wrapping.rewrap",
     "share_comm_ctx": "layerzero.fsdp",
     "shard_with_plan": "layerzero.plan",
-    "units": "layerzero.model_functions",
+    "units": "layerzero.wrapping.units",
 }
 """Module of each name that is imported on first use, because training alone does not need it."""
 _SUBMODULES = {"checkpoint", "errors", "optim", "parallel", "plan"}

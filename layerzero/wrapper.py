@@ -66,7 +66,7 @@ class ModuleWrapper(nn.Module):
     """Base of `ZeRO3`: forwards to the wrapped module; has no part in sharding."""
 
     def _become_wrapper_of(self, module: nn.Module) -> None:
-        is_new = "_wrapped" not in self.__dict__
+        is_new = "_wrapped" not in self.__dict__  # False from `rewrap`.
         self.__dict__["_wrapped"] = module
         self._share_dicts()
         if is_new:

@@ -38,7 +38,6 @@ from layerzero.flat.groups import require_timeout
 from layerzero.flat.host_memory import has_separate_memory
 from layerzero.flat.placement import Outer
 from layerzero.notices import warn_once
-from layerzero.step.root import root_if_alive
 from layerzero.step.unit import get_unit
 
 
@@ -160,21 +159,6 @@ def check(**given: Any) -> dict[str, Any]:
     return {name: _CHECKS[name](name, given[name]) for name in _CHECKS if name in given}
 
 
-def check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"ZeRO3: expected an nn.Module, got {type(module).__name__}")
-    unit = get_unit(module)
-    if unit is None:
-        return
-    root = root_if_alive(unit)
-    # A module whose wrapper is gone may be wrapped again; passing a wrapper is always an error.
-    if unit.module is not module or (root is not None and root.is_wrapped):
-        raise RuntimeError(
-            f"ZeRO3: this {type(module).__name__} is wrapped already; wrap each module once, or "
-            "wrap a module that contains it"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The checked arguments of `ZeRO3`, which documents them."""
@@ -291,7 +275,7 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
     """Check and convert the arguments of `ZeRO3`. Not collective; changes nothing.
 
     Args:
-        given: all arguments by name in our terms (`to_arguments` in migrate.py).
+        given: all arguments by name in our terms (`to_arguments` in wrapping/fsdp_arguments.py).
 
     Raises:
         ValueError, TypeError: a bad argument, or a policy and one of its fields both given.

@@ -28,21 +28,16 @@ from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
 
 
-def build(
-    plan: WrapPlan, topology: Topology, given: Arguments, finish: Callable[[Unit], None]
-) -> RootState:
+def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
     """Build the units, in the order of their plans, under one root.
 
     Collective over the model's ranks.
-
-    Args:
-        finish: called with each new unit, before its hooks are installed.
 
     Raises:
         Exception: a meta tensor could not be initialised; every rank raises (`settle`).
     """
     materializer = Materializer(plan.device, given.param_init_fn)
-    builder = Builder(plan, topology, given, materializer, finish)
+    builder = Builder(plan, topology, given, materializer)
     units = builder.build_units()
     waits = settle(materializer, topology.placement, plan.device)
     new = [unit for unit, made in zip(units, plan.units, strict=True) if made.existing is None]
@@ -64,7 +59,6 @@ class Builder:
     topology: Topology
     given: Arguments
     materializer: Materializer
-    finish: Callable[[Unit], None]
 
     def join(self, units: list[Unit], make_root: Callable[..., RootState]) -> RootState:
         """Join the units under one root; `make_root` takes the arguments of `RootState`."""
@@ -193,7 +187,8 @@ class Builder:
         if plan.parent is None or "mixed_precision" in plan.arguments:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
-        self.finish(unit)
+        for feature in self.plan.features:
+            feature.made(unit)
         hooks.install_on_calls(plan.module, unit)
         for module in unit.owners:
             module_guards.install(module)

@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from layerzero.build.arguments import Arguments, UnitArguments, effective_offload
-from layerzero.build.device import refuse_shared_memory, resolve_device, tensor_parallel_mesh
-from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
+from layerzero.build.device import resolve_device, tensor_parallel_mesh
+from layerzero.build.wrap import UnitPlan, Visit, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.placement import Placement
-from layerzero.step.module_guards import shown_by
-from layerzero.step.root import RootState
+from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.structure import Ignored
-from layerzero.step.unit import get_unit
+from layerzero.step.unit import Unit, get_unit
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -44,7 +43,7 @@ def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
 
 
 class Feature:
-    """A feature's part in construction; zero3.py makes those that the arguments call for.
+    """A feature's part in construction; wrapping/features.py makes those that arguments call for.
 
     What a feature does not define does nothing.
     """
@@ -72,6 +71,9 @@ class Feature:
         """A parameter or buffer of the ranks of `placement`, before it is sharded. Not collective.
         `label`: its kind and name."""
 
+    def made(self, unit: Unit) -> None:
+        """A unit is made, and its hooks are not yet installed."""
+
     def built(self, root: RootState) -> None:
         """The model is built. Collective over its ranks."""
 
@@ -97,8 +99,6 @@ class WrapPlan:
     mesh: DeviceMesh | None
     """Mesh of the DTensor parameters in the other units."""
     ignored: Ignored
-    ignored_parameters: Sequence[nn.Parameter]
-    """The `ignored_parameters` given; after an unwrap, the full parameters that replaced them."""
 
     @property
     def nesting(self) -> int:
@@ -112,9 +112,7 @@ def plan_wrapping(
     find_features: FindFeatures,
     planned_for: tuple[int, ...] | None = None,
 ) -> WrapPlan:
-    """Find the units of `module`. Changes nothing and is not collective, with one exception.
-
-    A module whose wrapper is gone is unwrapped first, which is collective.
+    """Find the units of `module`. Changes nothing; not collective.
 
     Args:
         planned_for: the ranks that share a model that is only planned; None: those of
@@ -126,28 +124,15 @@ def plan_wrapping(
         NotImplementedError: both experts and other units have DTensors.
         RuntimeError: units inside belong to another wrapped model.
     """
-    ignored_parameters: Sequence[nn.Parameter] = given.ignored_parameters
-    nested: list[nn.Module | nn.Parameter] = []
-    if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
-        from layerzero.build.unwrap import left_units, nested_ignored, unwrap
-
-        left = left_units(module)
-        if left:
-            full = unwrap(module, left)
-            ignored_parameters = [full.get(id(each), each) for each in ignored_parameters]
-        nested = nested_ignored(module)
-    ignored = Ignored([*nested, *given.ignored_modules, *ignored_parameters])
+    nested = _nested_ignored(module)
+    ignored = Ignored([*nested, *given.ignored_modules, *given.ignored_parameters])
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
-    _check_containers(units)
     everyone = planned_for or ranks_of(given.process_group)
     features = find_features(module, given, units, everyone)
     groups = {plan: group for each in features for plan, group in each.groups.items()}
     dense = [unit for unit in units if id(unit) not in groups]
     mesh = tensor_parallel_mesh(dense, None if planned_for else everyone)
     device = resolve_device(given.device, units, given.process_group, mesh)
-    sharded = {id(each.parameter) for unit in units for each in unit.originals}
-    # Bypass an override, which may return less.
-    refuse_shared_memory(nn.Module.named_parameters(module), sharded)
     return WrapPlan(
         units=units,
         visits=visits,
@@ -157,8 +142,14 @@ def plan_wrapping(
         groups=groups,
         mesh=mesh,
         ignored=ignored,
-        ignored_parameters=ignored_parameters,
     )
+
+
+def _nested_ignored(module: nn.Module) -> list[nn.Module | nn.Parameter]:
+    """The modules and parameters that ZeRO3 modules inside `module` ignore."""
+    units = filter(None, map(get_unit, module.modules()))
+    roots = {root for unit in units if (root := root_if_alive(unit)) is not None}
+    return [each for root in roots for each in root.structure.ignored_now().members]
 
 
 def _arguments_of(
@@ -175,24 +166,3 @@ def _arguments_of(
         root = id(units[0])
         arguments[root] = replace(arguments[root], mixed_precision=given.root_precision)
     return arguments
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-def _check_containers(plans: Sequence[UnitPlan]) -> None:
-    """Raise ValueError for a unit that cannot be called, because nothing would unshard it.
-
-    That is a list or dict of modules or parameters that would own parameters.
-    """
-    for plan in plans:
-        if plan.existing is not None or plan.arguments.get("hook_module") is not None:
-            continue
-        is_container = isinstance(plan.module, _CONTAINERS) and not has_forward(plan.module)
-        if is_container and plan.originals:
-            name = type(plan.module).__name__
-            raise ValueError(
-                f"{plan.label}: a {name} has no forward, so its parameters, such as "
-                f"{plan.originals[0].fqn!r}, would never be gathered; make its members units "
-                "(auto_wrap_policy={TheirClass}), or a module around it that is called"
-            )

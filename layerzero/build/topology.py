@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.arguments import Arguments, check_arguments
-from layerzero.build.compare import REFUSED, Exchange, hash_of, outline
+from layerzero.build.arguments import Arguments
+from layerzero.build.compare import REFUSED, Exchange, hash_of
 from layerzero.build.plan import FindFeatures, Group, WrapPlan, plan_wrapping
 from layerzero.comm.new_groups import agree_on_group_names, new_group, options_like
 from layerzero.flat.groups import (
@@ -73,7 +73,7 @@ _WHAT = "arguments and parameters of ranks"
 def plan_on_every_rank(
     module: nn.Module,
     given: Mapping[str, Any],
-    in_our_terms: Callable[[], Mapping[str, Any]],
+    check: Callable[[], Arguments],
     find_features: FindFeatures,
 ) -> tuple[WrapPlan, Arguments]:
     """Check the arguments and plan the units; if a rank refuses, all raise. Changes nothing.
@@ -83,15 +83,14 @@ def plan_on_every_rank(
 
     Args:
         given: the arguments of `ZeRO3` by name.
-        in_our_terms: returns them with what was written for FSDP converted, or raises.
+        check: returns them checked, or raises.
 
     Raises:
-        ValueError, TypeError, RuntimeError, NotImplementedError: as `check_arguments` and
-            `plan_wrapping`. A rank whose `process_group` is refused raises alone.
+        ValueError, TypeError, RuntimeError, NotImplementedError: as `check` and `plan_wrapping`. A
+            rank whose `process_group` is refused raises alone.
     """
     try:
-        arguments = check_arguments(in_our_terms())
-        resolve_process_groups(arguments.process_group)  # Raises if there is none.
+        arguments = check()
         plan = plan_wrapping(module, arguments, find_features)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:
@@ -124,7 +123,7 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     """
     axes, exchange_device = _axes_of(given.process_group, given.timeout, plan.device)
     exchange = Exchange(axes, exchange_device, _WHAT)
-    rows = outline(plan, given, axes[0].size)
+    rows = {key: rows for each in plan.features for key, rows in each.compared().items()}
     low, high = exchange.bounds(hash_of(rows))
     if low == REFUSED:
         rank, text = next(iter(exchange.texts(None).items()))

@@ -14,20 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.flat.flatten import OriginalParameter, Slot
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, info_of, sharded_param_of
+from layerzero.step.module_guards import shown_by
 from layerzero.step.unit import Unit, get_unit
 
 Choice = bool | Mapping[str, Any]
 """Whether a module is a unit; a mapping, even an empty one, makes it one with these arguments."""
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Whether the module itself can be called, which a ModuleList cannot."""
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-
-
 @dataclass(frozen=True)
 class ModelPolicy:
-    """A policy that looks at a whole model at once: one of FSDP (migrate.py)."""
+    """A policy that looks at a whole model at once: one of FSDP."""
 
     choose: Callable[[nn.Module, Iterable[nn.Module], Iterable[nn.Parameter]], Mapping[int, Choice]]
     """Takes the model, ignored modules and ignored parameters; returns the choice for each module
@@ -269,3 +265,23 @@ class _Walk:
             for parameter in part._parameters.values():
                 if id(parameter) in self.owners:
                     self.owners[id(parameter)][1].append(parent)
+
+
+def modules_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module inside `module`, including those inside wrappers."""
+    for part in module.modules():
+        yield part
+        unit = get_unit(part)
+        if unit is not None and unit.module is not part:
+            yield unit.module
+
+
+def units_inside(module: nn.Module) -> list[Unit]:
+    """Units, of any model, of the modules inside `module` or of parameters they show.
+
+    Outermost first.
+    """
+    found = (
+        unit for part in modules_of(module) for unit in (get_unit(part), *shown_by(part).values())
+    )
+    return sorted(dict.fromkeys(filter(None, found)), key=lambda unit: unit.index)

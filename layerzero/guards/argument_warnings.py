@@ -37,7 +37,7 @@ def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) 
     if missing := _missing(kept, modules):
         yield f"MixedPrecision.keep_float32: {missing}"
     if is_shared:
-        yield from _about_ignored(module, given.ignored_modules, plan.ignored_parameters)
+        yield from _about_ignored(module, given.ignored_modules, given.ignored_parameters)
 
 
 def _missing(classes: Iterable[type], modules: Sequence[nn.Module]) -> str:

@@ -8,11 +8,9 @@ names below, at most thirty (decision 0036); everything else is internal, which
 # ruff: noqa: F401
 # mypy: implicit-reexport
 
-from layerzero.build.wrap import WrapPolicy, has_forward, make_chooser
+from layerzero.build.wrap import WrapPolicy, make_chooser
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import copy_attributes, get_info
-from layerzero.migrate import to_policy
-from layerzero.model_functions import ordered_units
 from layerzero.notices import some, warn_once
 from layerzero.optim import attach
 from layerzero.parallel.split import equalize
@@ -31,3 +29,6 @@ from layerzero.plan.sharding_plan import read_patterns
 from layerzero.state_dict.foreign_methods import refuse_pieces, summoned
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
+from layerzero.wrapping.fsdp_arguments import to_policy
+from layerzero.wrapping.refusals import has_forward
+from layerzero.wrapping.units import ordered_units

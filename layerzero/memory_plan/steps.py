@@ -55,7 +55,7 @@ class PlannedModel(ZeRO3):
         module, plan, arguments, *_ = prepared
         materializer = _WithoutValues(plan.device, None)
         make = functools.partial(_PlannedRoot, count=count)
-        builder = Builder(plan, topology, arguments, materializer, lambda unit: None)
+        builder = Builder(plan, topology, arguments, materializer)
         root = builder.join(builder.build_units(), make)
         materializer.fill_the_rest(module)
         self._become(module, root)

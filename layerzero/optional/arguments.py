@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from layerzero.build.plan import AnyGroup, Feature
-from layerzero.build.unwrap import modules_of
-from layerzero.build.wrap import UnitPlan
+from layerzero.build.wrap import UnitPlan, modules_of
 from layerzero.config import OptionalMean
 from layerzero.flat.names import clean_name
 from layerzero.optional.optional_units import OptionalUnits

@@ -26,8 +26,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import experimental
 
-from layerzero.build.arguments import check_module
-from layerzero.build.wrap import has_forward
 from layerzero.comm.new_groups import options_like
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import resolve_process_groups
@@ -38,6 +36,7 @@ from layerzero.plan.options import near_matches, read_options
 from layerzero.plan.resolve import Resolved
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
+from layerzero.wrapping.refusals import check_module, has_forward
 from layerzero.zero3 import KEYWORDS, ZeRO3
 
 logger = logging.getLogger(__name__)

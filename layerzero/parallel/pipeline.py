@@ -21,13 +21,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import RESHARD, UNSHARD
 
 from layerzero.flat.groups import resolve_process_groups
-from layerzero.model_functions import ordered_units, unshard_all
 from layerzero.optim.norm import clip_factor, grad_norm, scale_gradients_
 from layerzero.optional.arguments import names_of
 from layerzero.parallel.totals import Totals
+from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
-from layerzero.zero3 import ZeRO3, gradients_to_clip
+from layerzero.wrapping.methods import gradients_to_clip
+from layerzero.wrapping.units import ordered_units
+from layerzero.zero3 import ZeRO3
 
 
 class ZeRO3PipelineStage(PipelineStage):
@@ -244,3 +246,19 @@ def clip_grad_norm_(
     for part in parts:
         scale_gradients_(part.parameters, clip_factor(norm, max_norm))
     return norm
+
+
+@remembers_failure
+def unshard_all(root: RootState) -> None:
+    """Start gathering all units, held for micro-batches. Collective; does not block the host.
+
+    Raises:
+        CollectiveError: a collective of this model failed.
+    """
+    root.before_call("micro_batches")
+    root.backward.clear_abandoned()
+    root.context.note_weights()
+    if not root.reducer.kept.adds_up:
+        root.scheduler.mark_stale()
+    root.scheduler.unshard_ahead(root.units, waits=False)
+    root.scheduler.hold_micro_batches(True)

@@ -20,8 +20,8 @@ from torch import nn
 
 from layerzero.build.arguments import check
 from layerzero.config import FLAG, BackwardPrefetch, MixedPrecision, OffloadPolicy
-from layerzero.migrate import to_offload, to_precision
 from layerzero.plan.activations import read_act_ckpt
+from layerzero.wrapping.fsdp_arguments import to_offload, to_precision
 from layerzero.zero3 import KEYWORDS
 
 DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from layerzero.build.wrap import has_forward
 from layerzero.flat.names import WRAPPER_NAMES
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some, warn_once
 from layerzero.plan.options import near_matches
 from layerzero.plan.patterns import parse_pattern
 from layerzero.step.unit import get_unit
+from layerzero.wrapping.refusals import has_forward
 
 
 @dataclass

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layerzero.build.arguments import check_module
-from layerzero.build.wrap import has_forward
 from layerzero.plan.activations import checkpoint_activations
 from layerzero.plan.options import engine_arguments
 from layerzero.plan.resolve import Resolved, ResolvedUnit, optional_by_name
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.step.root import root_of
 from layerzero.step.unit import get_unit
+from layerzero.wrapping.refusals import check_module, has_forward
 from layerzero.zero3 import ZeRO3
 
 Mesh = DeviceMesh | dist.ProcessGroup | None

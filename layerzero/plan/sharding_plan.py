@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.arguments import check_module
 from layerzero.config import (
     FLAG,
     MixedPrecision,
@@ -29,6 +28,7 @@ from layerzero.plan.options import (
 )
 from layerzero.plan.patterns import parse_pattern
 from layerzero.plan.resolve import Resolved
+from layerzero.wrapping.refusals import check_module
 
 _SHORTHANDS = (
     "param_dtype",

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.unwrap import units_inside
+from layerzero.build.wrap import units_inside
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.root import root_of
 from layerzero.step.unit import TrainingState

@@ -159,7 +159,7 @@ class Unit:
     awaited_buffers: tuple[AwaitedBuffer, ...] = ()
     """Buffers whose values the same load brings."""
     comm_hooks: Mapping[str, Callable[..., Any]] = {}
-    """The user's "instead" of its reduce-scatter and "after" its reduction; see comm_hooks.py."""
+    """A user's code "instead" of its reduce-scatter and "after" its reduction: CommHooks."""
     is_optional = False
     """Whether ranks may skip it (`optional_modules`)."""
     may_prefetch: bool

@@ -15,7 +15,6 @@ from torch import nn
 
 from layerzero.comm.exchanges import gather_bytes
 from layerzero.flat.groups import own_rank
-from layerzero.model_functions import ordered_units
 from layerzero.notices import columns
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
@@ -23,6 +22,7 @@ from layerzero.step_ledger.figures import Explained, RankRow, UnitRow
 from layerzero.step_ledger.recorder import Recorder
 from layerzero.step_ledger.records import Hop, Job, Record, Slice, Wait
 from layerzero.step_ledger.trace import draw, write_trace
+from layerzero.wrapping.units import ordered_units
 
 
 class Ledger:

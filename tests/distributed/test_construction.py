@@ -27,7 +27,7 @@ from layerzero import (
     ReductionPolicy,
     ZeRO3,
 )
-from layerzero.build import compare
+from layerzero.verify import same_plan
 from layerzero.verify.start_values import device_digest, digest
 from tests.harness.checks import (
     assert_bitwise,
@@ -304,7 +304,7 @@ def test_every_difference_is_named_on_every_rank() -> None:
     message = check(lambda: ZeRO3(larger, sync_module_states=True), "'weight' [4, 3]", "[4, 2]")
     assert "ZeRO3: parameters differ between ranks" in message
     assert "give every rank the same" in message
-    for of, version in ((compare, compare.__version__), (torch, torch.__version__)):
+    for of, version in ((same_plan, same_plan.__version__), (torch, torch.__version__)):
         with mock.patch.object(of, "__version__", "9.9.9" if is_odd else version):
             check(lambda: ZeRO3(Mlp(2)), " 9.9.9", f" {version}")
     # Around nested wrappers, and in what is wrapped again.

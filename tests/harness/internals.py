@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from layerzero.flat.assigned import move
-from layerzero.model_functions import ordered_units
 from layerzero.optim.waiting_gradients import WaitingGradient
 from layerzero.state_dict.awaited_values import check_first_forward
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit
+from layerzero.wrapping.units import ordered_units
 
 __all__ = [
     "Unit",

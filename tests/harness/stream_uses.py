@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
-from layerzero.model_functions import unshard_all
 from layerzero.optim import WholeTensorOptimizer
+from layerzero.parallel.pipeline import unshard_all
 from layerzero.state_dict.full_tensors import stream_full
 from tests.harness.internals import move_shards, root_state
 from tests.harness.models import WIDTH, Block, Mlp

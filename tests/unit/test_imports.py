@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "layerzero"
 ENGINE = ["version", "notices", "config", "ops", "flat", "watch", "comm", "step", "build"]
 LAYERS = [
     *ENGINE,
-    "migrate",
     "experts",
     "optional",
     "optim",
@@ -21,16 +20,12 @@ LAYERS = [
     "uneven",
     "state_dict",
     "errors",
-    "model_functions",
-    "comm_hooks",
-    "log",
     "memory_budget",
     "graphs",
     "wrapper",
-    "shared_parts",
+    "wrapping",
     "zero3",
     "fsdp",
-    "wrap_again",
     "checkpoint",
     "memory_plan",
     "step_ledger",
@@ -39,7 +34,7 @@ LAYERS = [
     "integrations",
 ]
 """Lowest first. What one step and its construction need is the engine: it imports no feature, and
-`zero3` is where features are put in."""
+`wrapping` puts features in."""
 WINGS_OF_CHECKPOINT = ["format", "delta", "", "__main__"]
 """Lowest first; "": the files of the folder itself."""
 FACES = {

@@ -22,7 +22,12 @@ from torch.distributed.fsdp.wrap import (
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3, units
 from layerzero.build.wrap import plan_units
-from layerzero.migrate import to_backward_prefetch, to_offload, to_policy, to_precision
+from layerzero.wrapping.fsdp_arguments import (
+    to_backward_prefetch,
+    to_offload,
+    to_policy,
+    to_precision,
+)
 from tests.harness.checks import named
 from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
 

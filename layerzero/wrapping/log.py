@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from layerzero.build.compare import plain
 from layerzero.config import MixedPrecision, size_text
 from layerzero.notices import some
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
+from layerzero.verify.same_plan import plain
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("layerzero.log")
 
 
 def log_units(module: nn.Module, root: RootState) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from layerzero.build.arguments import Arguments
-from layerzero.build.unwrap import modules_of
-from layerzero.build.wrap import UnitPlan
+from layerzero.build.wrap import UnitPlan, modules_of
 from layerzero.step.root import RootState, root_if_alive
 from layerzero.wrapper import ModuleWrapper
 

@@ -184,19 +184,3 @@ def register_forward_method(model: nn.Module, name: str) -> None:
             f"register_forward_method: {type(unit.module).__name__} has no method {name!r}"
         )
     hooks.install(unit.module, name, unit)
-
-
-@remembers_failure
-def unshard_all(root: RootState) -> None:
-    """Start gathering all units, held for micro-batches. Collective; does not block the host.
-
-    Raises:
-        CollectiveError: a collective of this model failed.
-    """
-    root.before_call("micro_batches")
-    root.backward.clear_abandoned()
-    root.context.note_weights()
-    if not root.reducer.kept.adds_up:
-        root.scheduler.mark_stale()
-    root.scheduler.unshard_ahead(root.units, waits=False)
-    root.scheduler.hold_micro_batches(True)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.arguments import check_module
 from layerzero.build.wrap import Choice, ModelPolicy
 from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import get_unit
+from layerzero.wrapping.refusals import check_module
 
 _STRATEGIES = {
     "FULL_SHARD": "leave it out, this is the default",

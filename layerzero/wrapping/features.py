@@ -1,0 +1,162 @@
+"""Puts the features that arguments call for into a model; the engine below knows none of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from layerzero import guards
+from layerzero.build.arguments import Arguments, check_arguments
+from layerzero.build.plan import AnyGroup, Feature, WrapPlan
+from layerzero.build.topology import Topology
+from layerzero.build.wrap import UnitPlan
+from layerzero.flat.groups import resolve_process_groups
+from layerzero.flat.parameter_info import get_info
+from layerzero.notices import warn_once
+from layerzero.optim import norm, steps
+from layerzero.optim.sharded_params import live_roots
+from layerzero.state_dict import module_state
+from layerzero.state_dict.torch_gather import patch_torch
+from layerzero.step.module_guards import shown_by
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit, get_unit
+from layerzero.wrapping.fsdp_arguments import to_arguments
+from layerzero.wrapping.refusals import refuse
+
+_logger = logging.getLogger("layerzero.log")
+_LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
+"""Libraries whose models have methods that would take shards for whole parameters."""
+_OF_EXPERTS = {"process_group", "expert_numbers"}
+"""Arguments of units that are experts."""
+
+
+def checked(module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
+    """The arguments of `ZeRO3`, checked, for a module that was unwrapped if its wrapper is gone.
+
+    Collective over the model's ranks only where there was such a wrapper.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as `ZeRO3`.
+    """
+    arguments = check_arguments(to_arguments(given, unknown))
+    resolve_process_groups(arguments.process_group)  # Raises if there is none.
+    if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
+        from layerzero.wrapping.rewrap import unwrap_left
+
+        arguments = unwrap_left(module, arguments)
+    return arguments
+
+
+def find_features(
+    module: nn.Module,
+    given: Arguments,
+    units: Sequence[UnitPlan],
+    everyone: tuple[int, ...],
+) -> list[Feature]:
+    """The features that decide on which ranks units are, if all units can be. Not collective.
+
+    Args:
+        everyone: the ranks that share the model.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: an argument of a feature is wrong, or a unit.
+    """
+    refuse(module, units)
+    if given.memory_budget is not None:
+        from layerzero.memory_budget.learner import refuse_what_it_chooses
+
+        refuse_what_it_chooses(given)
+    found: list[Feature] = []
+    if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
+        from layerzero.experts.units import Experts
+
+        found.append(Experts(module, units, everyone))
+    is_nested = any(unit.existing is not None for unit in units)
+    if is_nested or given.optional_modules or given.optional_mean != "all":
+        from layerzero.optional.arguments import OptionalModules
+
+        groups: dict[int, AnyGroup] = {p: group for e in found for p, group in e.groups.items()}
+        modules, mean = given.optional_modules, given.optional_mean
+        found.append(OptionalModules(module, modules, mean, units, groups, everyone))
+    return found
+
+
+class _StateDicts(Feature):
+    def made(self, unit: Unit) -> None:
+        module_state.install(unit)
+
+
+def with_parts_of_construction(plan: WrapPlan, given: Arguments) -> WrapPlan:
+    """The plan with the features that compare what ranks build, and the values that they start
+    from; and that make state dicts show shards."""
+    from layerzero.verify.same_plan import SamePlan
+
+    found: list[Feature] = [SamePlan(plan, given), _StateDicts()]
+    if not given.sync_module_states:
+        from layerzero.verify.start_values import StartValues
+
+        found.append(StartValues(plan.device))
+    return replace(plan, features=[*plan.features, *found])
+
+
+def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topology) -> None:
+    """Give a model that was just built the features of its steps."""
+    given = root.arguments
+    live_roots.add(root)
+    from layerzero.optim.waiting_gradients import WaitingGradient
+    from layerzero.state_dict.awaited_values import AwaitedValues
+
+    if given.verify is not None:
+        from layerzero.verify.verifier import Verifier
+
+        Verifier(root, given.verify)
+    parameters = module.parameters() if plan.ignored.members else ()
+    root.kept_whole = [each for each in parameters if get_info(each) is None]
+    if given.on_nonfinite is not None:
+        from layerzero.optim.nonfinite import NonFinite
+
+        NonFinite(root, given.on_nonfinite)
+    if root.streams.is_capturing is not bool:
+        from layerzero.graphs.capture import Recording
+
+        root.extensions.add(Recording(root))
+    if given.arena:
+        from layerzero.graphs.arena import Arena
+
+        root.extensions.add(Arena(root))
+    root.extensions.add(AwaitedValues(root.units, root.device))
+    root.reducer.kept.make_stand_in = WaitingGradient
+    guards.install(root)
+    if not sys.modules.keys().isdisjoint(_LIBRARIES):
+        from layerzero.state_dict import foreign_methods
+
+        foreign_methods.install(module)
+    if topology.placement.is_first:
+        from layerzero.guards import argument_warnings
+
+        is_shared = topology.placement.num_ranks > 1
+        for text in argument_warnings.texts(module, given, plan, is_shared):
+            warn_once(text, is_first=True)
+        if _logger.isEnabledFor(logging.INFO):
+            from layerzero.wrapping.log import log_units
+
+            log_units(module, root)
+    if given.memory_budget is not None:
+        from layerzero.memory_budget import Learner
+
+        root.learner = Learner(root, given.memory_budget)
+    steps.watch(_import_watchers)
+    norm.make_torchs_global()
+    patch_torch()
+
+
+def _import_watchers() -> None:
+    """Import what looks at optimizers of sharded parameters; their imports register them."""
+    from layerzero.guards import element_wise  # noqa: F401
+    from layerzero.optim import scaler  # noqa: F401
+    from layerzero.state_dict import optimizer_shards  # noqa: F401
