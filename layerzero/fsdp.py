@@ -30,7 +30,8 @@ from layerzero.comm_hooks import by_reduce_scatter, set_hooks
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import change_info, get_info
 from layerzero.model_functions import UnitMethods
-from layerzero.step import hooks, module_guards
+from layerzero.module_tree.conversions import guard
+from layerzero.step import hooks
 from layerzero.step.methods import put
 from layerzero.step.root import RootState, root_if_alive, root_of
 from layerzero.step.unit import Hold, Unit, set_unit, unset_unit
@@ -135,7 +136,7 @@ def fully_shard(
         state.unit.move_to(modules[0])
         for each in modules:
             hooks.install_on_calls(each, state.unit)
-            module_guards.install(each)
+            guard(each)
     keep_root(modules[0], root, modules[0])
     for each in modules:
         each.__dict__[_STATE] = state

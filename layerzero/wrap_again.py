@@ -69,7 +69,7 @@ def rewrap(model: ZeRO3) -> list[str]:
             "call step_in_backward(None) before, and step_in_backward(a new optimizer) afterwards"
         )
     before = dict.fromkeys(parameter for each in root.units for parameter in each.sharded_params)
-    ignored = root.structure.ignored_now()
+    ignored = root.ignored.now()
     given: dict[str, object] = dict(model.__dict__["_given"])
     given.update(
         ignored_modules=ignored.modules,

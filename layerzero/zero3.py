@@ -524,7 +524,7 @@ def shard_in_place(
         from layerzero.verify.start_values import StartValues
 
         plan = replace(plan, features=[*plan.features, StartValues(plan.device)])
-    root = build(plan, topology, arguments, module_state.install)
+    root = build(plan, topology, arguments, _finish)
     if arguments.verify is not None:
         from layerzero.verify.verifier import Verifier
 
@@ -588,7 +588,9 @@ def find_features(
         from layerzero.memory_budget.learner import refuse_what_it_chooses
 
         refuse_what_it_chooses(given)
-    found: list[Feature] = []
+    from layerzero.module_tree.structure import AsWrapped
+
+    found: list[Feature] = [AsWrapped()]
     if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
         from layerzero.experts.units import Experts
 
@@ -601,6 +603,13 @@ def find_features(
         modules, mean = given.optional_modules, given.optional_mean
         found.append(OptionalModules(module, modules, mean, units, groups, everyone))
     return found
+
+
+def _finish(unit: Unit) -> None:
+    from layerzero.module_tree import conversions
+
+    module_state.install(unit)
+    conversions.install(unit)
 
 
 @contextmanager

@@ -15,9 +15,9 @@ from layerzero.build.device import refuse_shared_memory, resolve_device, tensor_
 from layerzero.build.wrap import UnitPlan, Visit, has_forward, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.placement import Placement
-from layerzero.step.module_guards import shown_by
+from layerzero.step.ignored import Ignored
+from layerzero.step.methods import shown_by
 from layerzero.step.root import RootState
-from layerzero.step.structure import Ignored
 from layerzero.step.unit import get_unit
 
 Group = dist.ProcessGroup | DeviceMesh

@@ -10,8 +10,8 @@ from torch import nn
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
 from layerzero.flat.parameter_info import copy_attributes, set_sharded_param
-from layerzero.step import methods, module_guards
 from layerzero.step.handle import FlatParamHandle
+from layerzero.step.methods import patched_methods, shown_by, uninstall
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import Unit, get_unit, unset_unit
 
@@ -31,9 +31,7 @@ def units_inside(module: nn.Module) -> list[Unit]:
     Outermost first.
     """
     found = (
-        unit
-        for part in modules_of(module)
-        for unit in (get_unit(part), *module_guards.shown_by(part).values())
+        unit for part in modules_of(module) for unit in (get_unit(part), *shown_by(part).values())
     )
     return sorted(dict.fromkeys(filter(None, found)), key=lambda unit: unit.index)
 
@@ -42,7 +40,7 @@ def nested_ignored(module: nn.Module) -> list[nn.Module | nn.Parameter]:
     """The modules and parameters that ZeRO3 modules inside `module` ignore."""
     units = filter(None, map(get_unit, module.modules()))
     roots = {root for unit in units if (root := root_if_alive(unit)) is not None}
-    return [each for root in roots for each in root.structure.ignored_now().members]
+    return [each for root in roots for each in root.ignored.now().members]
 
 
 def left_units(module: nn.Module) -> list[Unit]:
@@ -95,7 +93,7 @@ def unwrap(module: nn.Module, units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """
     owners = {id(owner): owner for unit in units for owner in unit.owners}
     for owner in owners.values():
-        if patched := methods.patched_methods(owner):
+        if patched := patched_methods(owner):
             raise RuntimeError(
                 f"{type(owner).__name__}: {patched} were replaced after wrapping, and call what "
                 "ZeRO3 installed there; undo that before wrapping the module again"
@@ -118,7 +116,7 @@ def unwrap(module: nn.Module, units: Sequence[Unit]) -> dict[int, nn.Parameter]:
             if id(shown) in full:
                 part._parameters[name] = full[id(shown)]
     for owner in owners.values():
-        module_guards.remove(owner)
+        uninstall(owner)
         unset_unit(owner)
     return full
 

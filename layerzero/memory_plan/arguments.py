@@ -22,7 +22,7 @@ from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
 from layerzero.migrate import to_arguments
-from layerzero.step.module_guards import is_compiled
+from layerzero.step.methods import is_compiled
 from layerzero.step.unit import get_unit
 from layerzero.zero3 import KEYWORDS, find_features
 

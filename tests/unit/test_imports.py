@@ -20,6 +20,7 @@ LAYERS = [
     "verify",
     "uneven",
     "state_dict",
+    "module_tree",
     "errors",
     "model_functions",
     "comm_hooks",
