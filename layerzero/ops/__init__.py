@@ -22,7 +22,6 @@ __all__ = [
     "ZEROS",
     "NativeStatus",
     "Segments",
-    "missing_kernels",
     "native_status",
     "note_written",
     "ordered_sum_",
@@ -42,21 +41,6 @@ _pack_ = torch.ops.layerzero.pack_.default  # Looked up once: each time takes 2,
 def native_status() -> NativeStatus:
     """Return whether the native kernels run, and if not, why."""
     return _status
-
-
-def missing_kernels(device: torch.device) -> str | None:
-    """Why `pack_` and `ordered_sum_` run in plain torch on this device, and what to do about it.
-
-    None if the device has kernels, or is the CPU, where installing without a compiler is a choice.
-    """
-    if device.type == "cpu" or has_kernel(device.type):
-        return None
-    is_cuda = device.type == "cuda"
-    remedy = _status.reason if is_cuda else "none exist; nothing needs to be done"
-    return (
-        f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
-        "are packed in plain torch, with the same results and more kernel launches for each unit"
-    )
 
 
 def pack_(
