@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from layerzero.step.module_guards import refuse_copies
-
 _SHARED = (
     "_parameters",
     "_buffers",
@@ -188,11 +186,12 @@ class ModuleWrapper(nn.Module):
         """Functions that `model.forward` was set to, in order; each wraps the one before."""
         return [function for function, _ in self.__dict__.get("_forward_patches", ())]
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __reduce_ex__(self, protocol: object = None) -> Any:
+        from layerzero.module_tree.conversions import refuse_copies
+
         refuse_copies(type(self).__name__)
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        refuse_copies(type(self).__name__)
+    __deepcopy__ = __reduce_ex__
 
 
 def _delegating(name: str) -> Callable[..., Any]:

@@ -246,7 +246,7 @@ class ZeRO3(FeatureMethods, ModuleWrapper):
         Raises:
             RuntimeError: inside forward or backward.
         """
-        from layerzero.step.on_request import reduce_waiting
+        from layerzero.optim.waiting_gradients import reduce_waiting
 
         reduce_waiting(self._root_state)
 

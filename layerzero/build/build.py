@@ -22,7 +22,7 @@ from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.names import and_wrapped
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
-from layerzero.step import hooks, methods, module_guards
+from layerzero.step import hooks, methods
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, UnitOptions, get_unit, set_unit
@@ -191,11 +191,10 @@ class Builder:
             feature.made(unit)
         hooks.install_on_calls(plan.module, unit)
         for module in unit.owners:
-            module_guards.install(module)
             if module is not plan.module and type(module).forward is not nn.Module.forward:
                 hooks.install(module, "forward", unit, is_entry=False)
         for slot in (slot for original in plan.originals for slot in original.slots):
-            module_guards.add_name(slot.module, slot.name, unit)
+            methods.add_name(slot.module, slot.name, unit)
         # The full values are in the flat parameters now; these references would keep them alive.
         for original in plan.originals:
             del original.parameter, original.value

@@ -28,7 +28,6 @@ from layerzero.flat import unset_values
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.flat.unset_values import AwaitedBuffer
-from layerzero.step import module_guards
 
 InitFunction = Callable[[nn.Module], None]
 Later = Literal["later"]
@@ -59,6 +58,9 @@ class Materializer:
     rank goes on, and raises when all ranks exchange their errors (`settle`)."""
     waits: bool
     """Whether meta tensors were left without values (`param_init_fn="later"`)."""
+
+    is_initialising = False
+    """Whether one of them runs an initialiser now."""
 
     def __init__(self, device: torch.device, param_init_fn: InitFunction | Later | None) -> None:
         self.failure = None
@@ -162,7 +164,7 @@ class Materializer:
 
     def _run(self, module: nn.Module) -> Exception | None:
         before = [(p, t, t.data) for part in module.modules() for p, t in _places(part)]
-        outside, module_guards.show_first_values = module_guards.show_first_values, None
+        before_it, Materializer.is_initialising = Materializer.is_initialising, True
         try:
             with _MarksFreshMemory():
                 if callable(self._init):
@@ -173,7 +175,7 @@ class Materializer:
         except Exception as error:
             return error
         finally:
-            module_guards.show_first_values = outside
+            Materializer.is_initialising = before_it
             _restore_wiped(before)
         return None
 

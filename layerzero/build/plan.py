@@ -15,8 +15,8 @@ from layerzero.build.device import resolve_device, tensor_parallel_mesh
 from layerzero.build.wrap import UnitPlan, Visit, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.placement import Placement
+from layerzero.step.ignored import Ignored
 from layerzero.step.root import RootState, root_if_alive
-from layerzero.step.structure import Ignored
 from layerzero.step.unit import Unit, get_unit
 
 Group = dist.ProcessGroup | DeviceMesh
@@ -149,7 +149,7 @@ def _nested_ignored(module: nn.Module) -> list[nn.Module | nn.Parameter]:
     """The modules and parameters that ZeRO3 modules inside `module` ignore."""
     units = filter(None, map(get_unit, module.modules()))
     roots = {root for unit in units if (root := root_if_alive(unit)) is not None}
-    return [each for root in roots for each in root.structure.ignored_now().members]
+    return [each for root in roots for each in root.ignored.now().members]
 
 
 def _arguments_of(

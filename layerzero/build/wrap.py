@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.flat.flatten import OriginalParameter, Slot
 from layerzero.flat.names import WRAPPER_NAMES, and_wrapped
 from layerzero.flat.parameter_info import get_info, info_of, sharded_param_of
-from layerzero.step.module_guards import shown_by
+from layerzero.step.methods import shown_by
 from layerzero.step.unit import Unit, get_unit
 
 Choice = bool | Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,6 @@ from layerzero.flat.placement import ShardGroup
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.diagnosis import CollectiveError, diagnose
 from layerzero.watch.watchdog import Watchdog
-
-
-class Timer(Protocol):
-    """Notes the times of one collective, on whatever thread and stream it is awaited."""
-
-    def issued(self, nbytes: int) -> None:
-        """The collective starts, of so many bytes: those of the whole tensor."""
-
-    def ended(self) -> None:
-        """The data is there; called again once the result is ready, if the engine computes that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +30,8 @@ class Operation:
     """Set in a model whose messages carry names, except for tensor-parallel collectives."""
     model: int = 0
     """Number of the model on the group; 0 outside a model, and on groups it was not counted on."""
-    timer: Timer | None = None
+    timer: Any = None
+    """Notes its times on whatever thread it is awaited (`HopTimer` of step_ledger), or None."""
 
     def __str__(self) -> str:
         return f"{self.verb} of {self.unit} (#{self.number})"

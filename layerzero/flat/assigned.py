@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from layerzero.flat.flat_param import FlatParam
@@ -36,7 +34,7 @@ def adopt(flat: FlatParam, unit: str) -> None:
                 moved = torch.empty(numel, dtype=dtype, device=flat.main_shard.device)
             else:
                 moved = flat.params_on.lasting(numel, dtype)
-            _put(flat, moved.copy_(flat.main_shard.data))
+            put_shard(flat, moved.copy_(flat.main_shard.data))
         for index, parameter in enumerate(flat.sharded_params):
             # Through `.data`: assigning counts as no write, as in torch.
             own = flat.part_of(flat.main_shard.data, index)
@@ -46,25 +44,11 @@ def adopt(flat: FlatParam, unit: str) -> None:
     flat.expect()
 
 
-def move(flat: FlatParam, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have the shards and their gradients lie where `convert` puts them; freed buffers stay where
-    they are. Between steps."""
-    with torch.inference_mode(False), torch.no_grad():
-        _put(flat, convert(flat.main_shard.data))
-        for index, parameter in enumerate(flat.sharded_params):
-            parameter.data = flat.part_of(flat.main_shard.data, index)
-            if parameter.grad is not None:
-                # Another tensor: those without elements are made once, for every step.
-                parameter.grad = convert(parameter.grad)
-    flat.note_rewrite()
-    flat.expect()
-
-
 def _kind_of(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
 
 
-def _put(flat: FlatParam, moved: torch.Tensor) -> None:
+def put_shard(flat: FlatParam, moved: torch.Tensor) -> None:
     """Have the main shard, and what shares its memory, lie in `moved`."""
     # The objects stay: optimizers hold them.
     flat.main_shard.data = moved

@@ -380,10 +380,6 @@ class ParameterViews:
         for module, name in slots:
             self._entries.append((module._parameters, name, sharded, full))
 
-    def show_sharded(self) -> None:
-        for parameters, name, sharded, _ in self._entries:
-            parameters[name] = sharded
-
     def swap(self, to_full: bool) -> list[str]:
         """Show the unsharded parameters instead of the sharded ones, or these again.
 
@@ -398,9 +394,9 @@ class ParameterViews:
         return replaced
 
     def show(self, shown: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Show other parameters, given by a map from sharded ones."""
+        """Show other parameters, given by a map from sharded ones; else the sharded ones."""
         for parameters, name, sharded, _ in self._entries:
-            parameters[name] = shown[sharded]
+            parameters[name] = shown.get(sharded, sharded)
 
     def inside(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Names of the slots in a module itself, with the sharded parameter of each."""

@@ -8,7 +8,6 @@ hooks of every kind then run in their usual order, see this backward's gradient,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,19 +38,6 @@ def refuse_gradients(original: nn.Parameter, fqn: str) -> None:
 
     if original.requires_grad:
         original.register_post_accumulate_grad_hook(refuse)
-
-
-def accumulator_of(parameter: nn.Parameter) -> Any:
-    """Autograd's node that adds to `.grad` of a parameter that requires grad.
-
-    To be kept as long as hooks on it are to run: autograd holds it only weakly.
-    """
-    with torch.enable_grad(), torch.inference_mode(False):
-        view = parameter.view_as(parameter)
-    assert view.grad_fn is not None, "the parameter requires grad"
-    accumulator = view.grad_fn.next_functions[0][0]
-    assert accumulator is not None
-    return accumulator
 
 
 _running: list[object] = []

@@ -26,7 +26,8 @@ from layerzero.build.device import current_accelerator
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import change_info, get_info
 from layerzero.fsdp.module import STATE, FSDPModule, State, follow_flags, state_of, states_inside
-from layerzero.step import hooks, module_guards
+from layerzero.module_tree.conversions import guard
+from layerzero.step import hooks
 from layerzero.step.methods import put
 from layerzero.step.unit import set_unit, unset_unit
 from layerzero.wrapping.comm_hooks import set_hooks
@@ -116,7 +117,7 @@ def fully_shard(
         state.unit.move_to(modules[0])
         for each in modules:
             hooks.install_on_calls(each, state.unit)
-            module_guards.install(each)
+            guard(each)
     keep_root(modules[0], root, modules[0])
     for each in modules:
         each.__dict__[STATE] = state

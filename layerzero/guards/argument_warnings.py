@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -11,13 +12,13 @@ from layerzero.build.arguments import Arguments
 from layerzero.build.plan import WrapPlan
 from layerzero.build.wrap import classes_of
 from layerzero.flat.parameter_info import get_info
-from layerzero.ops import missing_kernels
+from layerzero.ops import native_status
+from layerzero.ops.native import has_kernel
 
 
 def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) -> Iterator[str]:
     """Every warning that applies, for the first rank. `is_shared`: several ranks have the model."""
-    slow = missing_kernels(plan.device)
-    if slow is not None:
+    if slow := missing_kernels(plan.device):
         yield slow
     # Those that are not ignored; of a wrapped module, the one inside its wrapper as well.
     existing = [unit.existing.module for unit in plan.units if unit.existing is not None]
@@ -38,6 +39,21 @@ def texts(module: nn.Module, given: Arguments, plan: WrapPlan, is_shared: bool) 
         yield f"MixedPrecision.keep_float32: {missing}"
     if is_shared:
         yield from _about_ignored(module, given.ignored_modules, given.ignored_parameters)
+
+
+def missing_kernels(device: torch.device) -> str | None:
+    """Why `pack_` and `ordered_sum_` run in plain torch on this device, and what to do about it.
+
+    None if the device has kernels, or is the CPU, where installing without a compiler is a choice.
+    """
+    if device.type == "cpu" or has_kernel(device.type):
+        return None
+    is_cuda = device.type == "cuda"
+    remedy = native_status().reason if is_cuda else "none exist; nothing needs to be done"
+    return (
+        f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
+        "are packed in plain torch, with the same results and more kernel launches for each unit"
+    )
 
 
 def _missing(classes: Iterable[type], modules: Sequence[nn.Module]) -> str:

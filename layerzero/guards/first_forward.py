@@ -1,6 +1,6 @@
 """Looks at the bits of unsharded parameters around the first forwards of a model.
 
-- A write in forward through `.data` changes no version (each_forward.py): sums of the bits show it,
+- A write in forward through `.data` changes no version (`EachForward`): sums of the bits show it,
   and the place where `p.data = other` puts a parameter.
 - Random numbers that ranks drew alike for their unequal parts: a warning, see Note [Equal draws].
 

@@ -31,7 +31,7 @@ from layerzero.memory_budget.storages import Meter, start_meter
 from layerzero.notices import some
 from layerzero.step.backward import ForwardPass
 from layerzero.step.extension import Extension
-from layerzero.step.module_guards import is_compiled
+from layerzero.step.methods import is_compiled
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
 

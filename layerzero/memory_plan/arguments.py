@@ -21,7 +21,7 @@ from layerzero.flat.groups import DEFAULT_TIMEOUT
 from layerzero.flat.parameter_info import copy_attributes
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.flat.tensor_parallel import local_of, split_of
-from layerzero.step.module_guards import is_compiled
+from layerzero.step.methods import is_compiled
 from layerzero.step.unit import get_unit
 from layerzero.wrapping.features import find_features
 from layerzero.wrapping.fsdp_arguments import to_arguments

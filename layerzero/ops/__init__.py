@@ -1,4 +1,4 @@
-"""The engine's own ops: pack tensors into a flat buffer, sum parts in order, compute checksums.
+"""The engine's own ops: pack tensors into a flat buffer, sum parts in order.
 
 All of them work everywhere in plain torch (reference.py). The native library built from csrc/, if
 it is in the package's folder, makes them fast, and raises ValueError (RuntimeError from torch 2.15
@@ -9,7 +9,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,15 +22,10 @@ __all__ = [
     "ZEROS",
     "NativeStatus",
     "Segments",
-    "copy_crc32_",
-    "crc32",
-    "missing_kernels",
     "native_status",
     "note_written",
     "ordered_sum_",
     "pack_",
-    "sum_squares",
-    "word_sums",
 ]
 
 STREAMING_NBYTES = 32 << 20
@@ -46,21 +41,6 @@ _pack_ = torch.ops.layerzero.pack_.default  # Looked up once: each time takes 2,
 def native_status() -> NativeStatus:
     """Return whether the native kernels run, and if not, why."""
     return _status
-
-
-def missing_kernels(device: torch.device) -> str | None:
-    """Why `pack_` and `ordered_sum_` run in plain torch on this device, and what to do about it.
-
-    None if the device has kernels, or is the CPU, where installing without a compiler is a choice.
-    """
-    if device.type == "cpu" or has_kernel(device.type):
-        return None
-    is_cuda = device.type == "cuda"
-    remedy = _status.reason if is_cuda else "none exist; nothing needs to be done"
-    return (
-        f"no kernels of layerzero for device type {device.type!r}: {remedy}. Gradients and casts "
-        "are packed in plain torch, with the same results and more kernel launches for each unit"
-    )
 
 
 def pack_(
@@ -117,61 +97,6 @@ def ordered_sum_(
     torch.ops.layerzero.ordered_sum_.default(out, list(parts), scale)
     note_written(out)
     return out
-
-
-def word_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The checksum of each tensor, int64 on their device: the sum of its bytes as 64-bit words,
-    modulo 2**64. Does not block the host.
-
-    One flipped bit changes a word by a power of two below 2**64, so it always changes the sum.
-    Flips in several places cancel out only if the changes of the words add up to zero.
-
-    Args:
-        tensors: at least one; of any dtypes and shapes, all on one device. The end of one that is
-            no multiple of 8 bytes counts as a word that zeros complete.
-    """
-    whole = [each.detach().contiguous() for each in tensors]
-    out = torch.empty(len(whole), dtype=torch.int64, device=whole[0].device)
-    torch.ops.layerzero.word_sums_.default(out, whole)
-    return out
-
-
-def sum_squares(x: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of all elements, a float64 scalar on x's device, added in float64.
-
-    Args:
-        x: float32, float16, bfloat16 or float64.
-    """
-    if x.device.type != "cpu":
-        # A norm by itself copies x to float64 first.
-        return torch._foreach_norm([x.detach()], 2.0, dtype=torch.float64)[0].square()
-    out = torch.empty(1, dtype=torch.float64, device="cpu")
-    torch.ops.layerzero.sum_squares_.default(out, x.detach().contiguous())
-    return out[0]
-
-
-def crc32(data: torch.Tensor, value: int = 0) -> int:
-    """The CRC-32 (as in zlib, gzip and PNG) of `data` appended to bytes whose CRC is `value`.
-
-    Blocks the calling thread, but no other thread.
-
-    Args:
-        data: contiguous uint8, on the CPU.
-    """
-    result: int = torch.ops.layerzero.crc32.default(data, value)
-    return result
-
-
-def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
-    """Copy `data` to `out`, and return its CRC-32; in one pass, so that it is read once.
-
-    Blocks the calling thread, but no other thread.
-
-    Args:
-        out, data: contiguous uint8, on the CPU, of one size; they must not overlap.
-    """
-    result: int = torch.ops.layerzero.copy_crc32_.default(out, data)
-    return result
 
 
 def note_written(out: torch.Tensor) -> None:

@@ -2,14 +2,11 @@
 
     pack_           out = cast(compute(source) * scale), or zeros
     ordered_sum_    out = cast((compute(parts[0]) + parts[1] + ...) * scale)
-    word_sums_      the sum of a tensor's bytes as 64-bit words, modulo 2**64, of each
-    sum_squares_    in float64, in a fixed order
-    crc32           zlib's; copy_crc32_ copies the bytes in the same pass
 
 compute is float64 for float64 and float32 for the other dtypes. The result is rounded once to out's
 dtype, at the end. (torch casts float64 to a 16-bit dtype through float32, and so do we.) With a
-scale of 1 nothing is multiplied. Nothing here blocks the host, except for the CRCs. Arguments are
-not checked, as native kernels check them: here torch's own operations stay inside their tensors.
+scale of 1 nothing is multiplied. Nothing here blocks the host. Arguments are not
+checked, as native kernels check them: here torch's own operations stay inside their tensors.
 
 `Segments` is the table that `pack_` reads, with the source of each element of its output:
 
@@ -25,21 +22,15 @@ the buffer. Offsets count elements.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import nn
 
 from layerzero.ops.schema import use_everywhere
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_WORD = 8
-_LANES, _CHUNK = 16, 4096
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ZEROS = -1
 """Used as a source number: fill the row with zeros."""
@@ -153,41 +144,5 @@ def ordered_sum_(out: torch.Tensor, parts: Sequence[torch.Tensor], scale: float)
     out.detach().view(-1).copy_(total)
 
 
-def word_sums_(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:
-    """See `layerzero.ops.word_sums`; `xs` are contiguous."""
-    if xs:
-        torch.stack([word_sum(each) for each in xs], out=out)
-
-
-def word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.view(-1)
-    nbytes = flat.nbytes
-    if nbytes % _WORD == 0 and flat.storage_offset() * flat.element_size() % _WORD == 0:
-        return flat.view(torch.int64).sum()
-    whole = flat.new_zeros(-(-nbytes // _WORD) * _WORD, dtype=torch.uint8)
-    whole[:nbytes] = flat.view(torch.uint8)
-    return whole.view(torch.int64).sum()
-
-
-def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
-    """See `layerzero.ops.sum_squares`."""
-    square = x.detach().reshape(-1).to(torch.float64).square()
-    padded = nn.functional.pad(square, (0, -square.numel() % _CHUNK))
-    # Each sum in order: of a chunk's rows, of its lanes, of the chunks.
-    lanes = functools.reduce(torch.add, padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1))
-    chunks = functools.reduce(torch.add, lanes.unbind(1))
-    out.fill_(functools.reduce(torch.add, chunks.unbind(), out.new_zeros(())))
-
-
-def crc32(data: torch.Tensor, value: int = 0) -> int:
-    array: Any = data.numpy()
-    return zlib.crc32(array, value)
-
-
-def copy_crc32_(out: torch.Tensor, data: torch.Tensor) -> int:
-    out.copy_(data)
-    return crc32(out)
-
-
-for _kernel in (pack_, ordered_sum_, word_sums_, sum_squares_, crc32, copy_crc32_):
+for _kernel in (pack_, ordered_sum_):
     use_everywhere(_kernel)

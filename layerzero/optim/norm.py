@@ -23,7 +23,6 @@ from torch.nn.utils import clip_grad
 from layerzero.comm.exchanges import gather_along, gather_small
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import Placement, sum_dtype
-from layerzero.ops import sum_squares
 from layerzero.optim.sharded_params import by_tensor, name_of, owner_of_each
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState
@@ -292,6 +291,8 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if _is_on_device(tensors[0]):
         # One call reads each tensor once; `vector_norm` would copy it to float64 first.
         return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float64))
+    from layerzero.optim.step_ops import sum_squares
+
     return torch.stack([*map(sum_squares, tensors)]).sqrt()
 
 

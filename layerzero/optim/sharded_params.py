@@ -100,7 +100,7 @@ def check_parameters(
 
 
 def _is_ignored(root: RootState, parameter: nn.Parameter) -> bool:
-    ignored = root.structure.ignored_now()
+    ignored = root.ignored.now()
     inside = (each for module in ignored.modules for each in module.parameters())
     return any(parameter is each for each in (*ignored.parameters, *inside))
 

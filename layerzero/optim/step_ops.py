@@ -1,4 +1,4 @@
-"""`flat_step_` in plain torch, which defines it to the bit; and its call.
+"""`flat_step_` and `sum_squares_` in plain torch, which defines them to the bit; and their calls.
 
 One call is one step of AdamW for flat parameters: unscale and clip the gradient, update the
 states and the parameter. `table` has a row for each range of elements
@@ -14,6 +14,7 @@ place in its whole parameter.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from layerzero.ops import note_written
 from layerzero.ops.reference import compute_dtype
@@ -32,6 +34,7 @@ ROW_COLUMNS = 11
 SIGN, FLAG, STEP = 8, 9, 10
 QUANT_NUMEL = 256
 """Elements of a whole parameter that share a scale, if states have 8 bits."""
+_LANES, _CHUNK = 16, 4096
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 _Tensors = list[torch.Tensor]
 
@@ -310,4 +313,26 @@ def quantize(
     return code.to(torch.uint8)
 
 
+def sum_squares(x: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of all elements, a float64 scalar, added in float64.
+
+    Args:
+        x: float32, float16, bfloat16 or float64, on the CPU.
+    """
+    out = torch.empty(1, dtype=torch.float64, device="cpu")
+    torch.ops.layerzero.sum_squares_.default(out, x.detach().contiguous())
+    return out[0]
+
+
+def sum_squares_(out: torch.Tensor, x: torch.Tensor) -> None:
+    """See `sum_squares`; in a fixed order."""
+    square = x.detach().reshape(-1).to(torch.float64).square()
+    padded = nn.functional.pad(square, (0, -square.numel() % _CHUNK))
+    # Each sum in order: of a chunk's rows, of its lanes, of the chunks.
+    lanes = functools.reduce(torch.add, padded.view(-1, _CHUNK // _LANES, _LANES).unbind(1))
+    chunks = functools.reduce(torch.add, lanes.unbind(1))
+    out.fill_(functools.reduce(torch.add, chunks.unbind(), out.new_zeros(())))
+
+
 use_everywhere(flat_step_)
+use_everywhere(sum_squares_)

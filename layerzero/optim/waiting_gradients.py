@@ -1,5 +1,6 @@
 """WaitingGradient: stands in `.grad` for sums of micro-batches, which have not a shard's shape, so
-that a program may scale or clear what it has accumulated, as in torch."""
+that a program may scale or clear what it has accumulated, as in torch. And a reduction of these
+sums without another backward."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from layerzero.comm.streams import Streams
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.parameter_info import info_of
+from layerzero.step.operations import remembers_failure
+from layerzero.step.root import RootState
 
 _aten = torch.ops.aten
 _VERBS: dict[Any, str] = {_aten.zero_.default: "zero_", _aten._foreach_zero_.default: "zero_"}
@@ -117,3 +120,33 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     known = func._schema.arguments if func._schema.is_mutable else ()
     given = {**{a.name: x for a, x in zip(known, args, strict=False)}, **kwargs}
     return [given.get(a.name) for a in known if a.alias_info and a.alias_info.is_write]
+
+
+@remembers_failure
+def reduce_waiting(root: RootState) -> None:
+    """Reduce, outside a backward pass, the gradients accumulated inside `no_sync`. Collective.
+
+    All trainable units take part, because ranks may differ in which ones hold gradients.
+    """
+    root.check_between_steps(
+        "reduce_gradients: called inside forward or backward; call it between them, or leave "
+        "no_sync before the last backward"
+    )
+    root.before_call("reduce_gradients")
+    reducer = root.reducer
+    reducer.kept.follow_zero_grad()
+    if not reducer.kept.adds_up:
+        return
+    on_main = root.streams.on_main()
+    with reducer.syncing(True):
+        try:
+            # A fixed order, because no backward gives one that all ranks share.
+            for unit in reversed(root.units):
+                if unit.is_trainable:
+                    reducer.reduce(unit)
+            with on_main, root.context.profile("deliver", "model"):
+                reducer.deliver()
+                reducer.commit()
+        except BaseException as error:
+            root.abort(error)
+            raise

@@ -148,7 +148,7 @@ class FirstValues:
                 whole.full, whole.was_freed = None, False
                 self._live.pop(whole, None)
         self._limit = max(self._limit, sum(whole.nbytes for whole in wholes.values()))
-        unit.views.show({p: wholes[p].parameter if p in wholes else p for p in unit.sharded_params})
+        unit.views.show({sharded: whole.parameter for sharded, whole in wholes.items()})
 
     def full_of(self, whole: _Whole) -> torch.Tensor:
         """Its memory. Collective if it was freed."""
@@ -203,7 +203,7 @@ class FirstValues:
                 whole.end()
         finally:
             for unit in of_unit:
-                unit.views.show_sharded()
+                unit.views.show({})
 
 
 class WholeParameter(torch.Tensor):

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from layerzero.flat.parameter_info import change_info, info_of
 from layerzero.state_dict.preconditions import unit_refs
-from layerzero.step import module_guards
 from layerzero.step.root import root_if_alive
 from layerzero.step.unit import TrainingState, Unit
 
@@ -82,15 +81,6 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return ctx.shard.part_of(gradient)
-
-
-def _show_first_values(*arguments: Any) -> None:
-    from layerzero.state_dict.first_values import begin
-
-    begin(*arguments)
-
-
-module_guards.show_first_values = _show_first_values
 
 
 def _check_structure(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -89,7 +89,7 @@ def _shown(root: RootState, units: list[Unit], options: SummonOptions) -> Iterat
                 _check_written(root, units, summoned, options)
         finally:
             for unit in units:
-                unit.views.show_sharded()
+                unit.views.show({})
                 unit.set_training_state(TrainingState.IDLE)
             for entry in summoned:
                 pairs = zip(entry.parameters, entry.handle.sharded_params, strict=False)

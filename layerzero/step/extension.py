@@ -69,6 +69,9 @@ class Extension:
     def end_call(self, unit: Any) -> None:
         """The outermost call of a unit has ended; the unit is still unsharded."""
 
+    def call_raised(self, unit: Any, error: BaseException) -> None:
+        """A forward of `unit` raises this error."""
+
     def after_forward(self) -> RuntimeError | None:
         """The forward has ended, and units were freed. Returns an error to raise, or None."""
 

@@ -31,8 +31,7 @@ from torch._compile import _disable_dynamo
 from layerzero.flat.names import and_wrapped
 from layerzero.notices import warn_once
 from layerzero.step.backward import ForwardCall
-from layerzero.step.methods import Method, own_method, put
-from layerzero.step.module_guards import is_compiled, note_shape
+from layerzero.step.methods import Method, is_compiled, own_method, put
 from layerzero.step.operations import uncompiled
 from layerzero.step.root import root_of
 from layerzero.step.tensors import cast_floating, find_tensors, move
@@ -133,8 +132,6 @@ def _call(
             outputs = cast_floating(outputs, unit.output_dtype)
     except BaseException as error:
         if call is not None:
-            if len(root.units) > 1:
-                note_shape(error, unit.label)
             root.call_raised(call, error)
         raise
     finally:

@@ -1,4 +1,4 @@
-"""Methods of ours on instances of the user's modules: put there, and taken away again."""
+"""Methods and marks of ours on instances of the user's modules: put there, and taken away again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from layerzero.step.tensors import cast_floating, find_tensors
+from layerzero.step.unit import Unit
 
 Method = Callable[..., Any]
 
 _INSTALLED = "_layerzero_installed"
 """Attribute of a module: maps each method name to the former method, or None, and ours."""
+_NAMES = "_layerzero_sharded"
 
 
 def put(attributes: dict[str, Any], name: str, method: Method) -> None:
@@ -34,12 +36,29 @@ def patched_methods(module: nn.Module) -> list[str]:
 
 
 def uninstall(module: nn.Module) -> None:
-    """Restore the methods from before wrapping; a compiled module is no longer compiled."""
+    """Restore the methods from before wrapping; a compiled module is no longer compiled. It has no
+    sharded parameters any more."""
+    module.__dict__.pop(_NAMES, None)
     for name, (before, _) in module.__dict__.pop(_INSTALLED, {}).items():
         if before is None:
             module.__dict__.pop(name, None)
         else:
             module.__dict__[name] = before
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `module` was compiled in place, or is what `torch.compile` returned."""
+    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
+
+
+def add_name(module: nn.Module, name: str, unit: Unit) -> None:
+    """Register a parameter that a module shows as one of `unit`."""
+    module.__dict__.setdefault(_NAMES, {})[name] = unit
+
+
+def shown_by(module: nn.Module) -> dict[str, Unit]:
+    """Names under which the module itself shows parameters, and the units of these."""
+    return module.__dict__.get(_NAMES, {})
 
 
 def own_method(module: nn.Module, name: str) -> Method | None:

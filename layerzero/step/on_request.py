@@ -1,5 +1,5 @@
-"""Units used outside their calls, forwards that run while their results are consumed (generators,
-`map`, `filter`, `zip`), and a reduction outside backward: no plain step needs these."""
+"""Units used outside their calls, and forwards that run while their results are consumed
+(generators, `map`, `filter`, `zip`): no plain step needs these."""
 
 from __future__ import annotations
 
@@ -23,36 +23,6 @@ def keep(unit: Unit) -> None:
     unit.unshard()
     unit.hold(int(Hold.EXPLICIT))
     unit.watch_gradients()
-
-
-@remembers_failure
-def reduce_waiting(root: RootState) -> None:
-    """Reduce, outside a backward pass, the gradients accumulated inside `no_sync`. Collective.
-
-    All trainable units take part, because ranks may differ in which ones hold gradients.
-    """
-    root.check_between_steps(
-        "reduce_gradients: called inside forward or backward; call it between them, or leave "
-        "no_sync before the last backward"
-    )
-    root.before_call("reduce_gradients")
-    reducer = root.reducer
-    reducer.kept.follow_zero_grad()
-    if not reducer.kept.adds_up:
-        return
-    on_main = root.streams.on_main()
-    with reducer.syncing(True):
-        try:
-            # A fixed order, because no backward gives one that all ranks share.
-            for unit in reversed(root.units):
-                if unit.is_trainable:
-                    reducer.reduce(unit)
-            with on_main, root.context.profile("deliver", "model"):
-                reducer.deliver()
-                reducer.commit()
-        except BaseException as error:
-            root.abort(error)
-            raise
 
 
 def step_by_step(call: Callable[..., Any], lazy: Any) -> Generator[Any, Any, Any]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from layerzero.comm.exchanges import number_model
-from layerzero.comm.pending import Operation, Timer, messages_carry_names
+from layerzero.comm.pending import Operation, messages_carry_names
 from layerzero.comm.streams import Streams
 from layerzero.flat.groups import raise_backend_timeout
 from layerzero.flat.placement import Placement, ShardGroup
@@ -91,7 +91,7 @@ class Operations:
     """Number of the last collective."""
     is_watched = True
     """False: no watchdog watches what a graph records. It runs when that is replayed."""
-    time_by: Callable[[str, ShardGroup, int], Timer | None] | None = None
+    time_by: Callable[[str, ShardGroup, int], Any] | None = None
     """Makes the timer of each later collective, from its verb, group and number."""
     expert_count = 0
     """Number of the last collective of experts; these are counted apart, downwards."""

@@ -22,11 +22,10 @@ from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
 from layerzero.step.extension import Extensions
-from layerzero.step.module_guards import refuse_export, refuse_transform
+from layerzero.step.ignored import Ignored
 from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.structure import Ignored, Structure
 from layerzero.step.unit import IDLE, Unit, get_unit
 from layerzero.watch.diagnosis import CollectiveError
 
@@ -50,8 +49,8 @@ class RootState:
     """State that the units share, with this object's `streams`, `operations` and `device`."""
     placements: tuple[Placement, ...]
     """Placements of its flat parameters, each once."""
-    structure: Structure
-    """The module tree as it was wrapped."""
+    structure: Any = None
+    """The `Structure` of its module tree (`layerzero/module_tree`), or None."""
     has_forward_checks = True
     """Whether the next forward calls `check_parameters`."""
     moves_inputs = False
@@ -77,7 +76,8 @@ class RootState:
         self.units = list(units)
         self.arguments = arguments
         self.extensions = Extensions()
-        self.structure = Structure(self.units, ignored)
+        self.ignored = ignored
+        ignored.name_in(self.units[0].module)
         self.wrapper_ref = lambda: None
         self.device = device
         self.tensor_parallel_groups = tensor_parallel_groups
@@ -159,7 +159,6 @@ class RootState:
 
     def before_call(self, what: str) -> None:
         """A collective call begins that is no part of a forward or backward."""
-        self.structure.end_first_values()
         for between_passes in self.extensions.between_passes:
             between_passes(what)
 
@@ -183,20 +182,15 @@ class RootState:
         return call
 
     def _begin_forward(self, unit: Unit) -> None:
-        if torch._C._is_tracing() or torch.compiler.is_exporting():
-            refuse_export(unit.label)
         self.backward.clear_abandoned()
         if self.operations.failure is not None:
             self.operations.refuse()
         self._forward_pass = ForwardPass(self.clock)
         if self.context.in_backward:
             return  # A recomputation: its visits belong to the backward pass.
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            refuse_transform(unit.label)
         self._start = self.clock
         self.streams.begin_pass()
         self.reducer.kept.follow_zero_grad()
-        self.structure.check("forward")
         for before_forward in self.extensions.before_forward:
             before_forward(unit, self._forward_pass)
         if self.has_forward_checks:
@@ -260,6 +254,8 @@ class RootState:
         In a backward pass this can be a recomputation that stops early on purpose. A real error
         there ends the pass, and the next one clears what it left.
         """
+        for call_raised in self.extensions.call_raised:
+            call_raised(call.unit, error)
         self._leave(call, has_raised=True)
         if self._call_depth == 0 and not self.context.in_backward:
             self.abort(error)

@@ -210,7 +210,7 @@ class Unit:
                     self.add_owner(slot.module)
                 refuse_gradients(original.parameter, original.fqn)
         self._required_grad = [*map(_requires_grad_of, self._forms[0])]
-        self.views.show_sharded()
+        self.views.show({})
         self._follow_trainable()
 
     def __del__(self) -> None:

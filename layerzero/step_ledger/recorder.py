@@ -221,7 +221,7 @@ class Recorder(Extension):
     def _waited(self, job: int, blocker: int) -> None:
         self.record.waits.append(Wait(job, blocker, self._wait_begin, self.clock.now()))
 
-    def _timer_of(self, verb: str, group: ShardGroup, number: int) -> _HopTimer | None:
+    def _timer_of(self, verb: str, group: ShardGroup, number: int) -> HopTimer | None:
         index = self._asked
         if verb == _PRESENCE:
             # It counts for the unit that was reduced last.
@@ -231,7 +231,7 @@ class Recorder(Extension):
         if index is None:
             return None
         now = self.clock.now if self._on_device else None
-        return _HopTimer(Hop(number, verb, group.ranks), self.record.jobs[index].hops, now)
+        return HopTimer(Hop(number, verb, group.ranks), self.record.jobs[index].hops, now)
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
         self._running.clear()  # Of a pass that failed.
@@ -267,8 +267,8 @@ class Recorder(Extension):
             self.record.slices.append(Slice(phase, unit, begin, self.clock.now()))
 
 
-class _HopTimer:
-    """Fills in the times of a hop; see `Timer`."""
+class HopTimer:
+    """Fills in the times of a hop, on whatever thread and stream it is awaited."""
 
     def __init__(self, hop: Hop, hops: list[Hop], lane_now: Any) -> None:
         """`lane_now`: stamps the current lane of a device; None: of the host."""
@@ -277,6 +277,7 @@ class _HopTimer:
         self._lane_now = lane_now
 
     def issued(self, nbytes: int) -> None:
+        """The collective starts, of so many bytes: those of the whole tensor."""
         hop = self._hop
         hop.nbytes = 0 if hop.verb == _PRESENCE else nbytes
         hop.called = host_s()
@@ -284,6 +285,7 @@ class _HopTimer:
         self._hops.append(hop)
 
     def ended(self) -> None:
+        """The data is there; called again once the result is ready, if the engine computes that."""
         now = (self._lane_now or host_s)()
         if self._hop.arrived is None:
             self._hop.arrived = now

@@ -14,10 +14,10 @@ from layerzero.optim.in_backward import is_narrowed
 from layerzero.optim.norm import Clipped, clip_grad_norm_
 from layerzero.optim.scaler import refuse_scaler, scaler_that_calls
 from layerzero.optim.steps import models_of
+from layerzero.optim.waiting_gradients import reduce_waiting
 from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import NOTHING, exchange_of
 from layerzero.optional.optional_units import gather_with_others
-from layerzero.step import on_request
 from layerzero.step.backward import ForwardCall, ForwardPass
 from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
@@ -362,7 +362,7 @@ class RunningJoin(Extension):
                 elif request.kind == Kind.CLIP:
                     self._follow_clip(request)
                 elif request.kind == Kind.REDUCE:
-                    on_request.reduce_waiting(root)
+                    reduce_waiting(root)
                 elif request.kind == Kind.STEP:
                     self._optimizers.all[request.which].step()
         except BaseException as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 
-from layerzero import ops
 from layerzero.build.compare import Exchange, hash_of
 from layerzero.build.plan import Feature
 from layerzero.flat.placement import Placement
@@ -18,6 +17,7 @@ from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some_ranks, warn_once
 from layerzero.ops.reference import bits_of
 from layerzero.step.root import RootState
+from layerzero.verify.checksums import run_crc32
 
 _WHAT = "initial values"
 
@@ -89,7 +89,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor | int:
         value = torch.view_as_real(value)
     value = value.contiguous().view(-1)
     if value.device.type == "cpu":
-        return ops.crc32(value.view(torch.uint8)) if value.numel() else 0
+        crc: int = run_crc32(value.view(torch.uint8)) if value.numel() else 0
+        return crc
     return device_digest(value)
 
 

@@ -26,10 +26,11 @@ from layerzero.comm.pending import Operation, Pending
 from layerzero.config import Verify
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.placement import ShardGroup
-from layerzero.ops import ordered_sum_, word_sums
+from layerzero.ops import ordered_sum_
 from layerzero.step.context import Transport
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
+from layerzero.verify.checksums import word_sums
 from layerzero.verify.wire import Checksums, Wire, kept
 
 _WHAT = "the model"

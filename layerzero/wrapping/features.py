@@ -22,7 +22,7 @@ from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
-from layerzero.step.module_guards import shown_by
+from layerzero.step.methods import shown_by
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
 from layerzero.wrapping.fsdp_arguments import to_arguments
@@ -71,7 +71,9 @@ def find_features(
         from layerzero.memory_budget.learner import refuse_what_it_chooses
 
         refuse_what_it_chooses(given)
-    found: list[Feature] = []
+    from layerzero.module_tree.structure import AsWrapped
+
+    found: list[Feature] = [AsWrapped()]
     if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
         from layerzero.experts.units import Experts
 
@@ -86,17 +88,20 @@ def find_features(
     return found
 
 
-class _StateDicts(Feature):
+class _Modules(Feature):
     def made(self, unit: Unit) -> None:
+        from layerzero.module_tree import conversions
+
         module_state.install(unit)
+        conversions.install(unit)
 
 
 def with_parts_of_construction(plan: WrapPlan, given: Arguments) -> WrapPlan:
     """The plan with the features that compare what ranks build, and the values that they start
-    from; and that make state dicts show shards."""
+    from; and that give modules their state dicts and conversions."""
     from layerzero.verify.same_plan import SamePlan
 
-    found: list[Feature] = [SamePlan(plan, given), _StateDicts()]
+    found: list[Feature] = [SamePlan(plan, given), _Modules()]
     if not given.sync_module_states:
         from layerzero.verify.start_values import StartValues
 

@@ -20,8 +20,8 @@ from layerzero.flat.parameter_info import copy_attributes, get_info, info_of, se
 from layerzero.notices import warn_once
 from layerzero.optional.arguments import optional_now
 from layerzero.state_dict.summon import check_idle
-from layerzero.step import methods, module_guards
 from layerzero.step.handle import FlatParamHandle
+from layerzero.step.methods import patched_methods, uninstall
 from layerzero.step.root import root_if_alive, root_of
 from layerzero.step.unit import Unit, get_unit, unset_unit
 from layerzero.wrapper import ModuleWrapper
@@ -83,7 +83,7 @@ def rewrap(model: ModuleWrapper) -> list[str]:
             "call step_in_backward(None) before, and step_in_backward(a new optimizer) afterwards"
         )
     before = dict.fromkeys(parameter for each in root.units for parameter in each.sharded_params)
-    ignored = root.structure.ignored_now()
+    ignored = root.ignored.now()
     given: dict[str, object] = dict(model.__dict__["_given"])
     given.update(
         ignored_modules=ignored.modules,
@@ -174,7 +174,7 @@ def unwrap(module: nn.Module, units: Sequence[Unit]) -> dict[int, nn.Parameter]:
     """
     owners = {id(owner): owner for unit in units for owner in unit.owners}
     for owner in owners.values():
-        if patched := methods.patched_methods(owner):
+        if patched := patched_methods(owner):
             raise RuntimeError(
                 f"{type(owner).__name__}: {patched} were replaced after wrapping, and call what "
                 "ZeRO3 installed there; undo that before wrapping the module again"
@@ -197,7 +197,7 @@ def unwrap(module: nn.Module, units: Sequence[Unit]) -> dict[int, nn.Parameter]:
             if id(shown) in full:
                 part._parameters[name] = full[id(shown)]
     for owner in owners.values():
-        module_guards.remove(owner)
+        uninstall(owner)
         unset_unit(owner)
     return full
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from layerzero.flat.assigned import move
+from layerzero.module_tree.conversions import move
 from layerzero.optim.waiting_gradients import WaitingGradient
 from layerzero.state_dict.awaited_values import check_first_forward
 from layerzero.step.root import RootState, root_of

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from layerzero import ops
-from layerzero.ops import Segments, missing_kernels, native_status, ordered_sum_, pack_, reference
+from layerzero.guards.argument_warnings import missing_kernels
+from layerzero.ops import Segments, native_status, ordered_sum_, pack_, reference
 from layerzero.ops.native import load, ops_revision
 from tests.harness.processes import run_script
 from tests.ops.truth import concatenate, library

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from layerzero.ops import copy_crc32_, crc32, ordered_sum_, reference, word_sums
+from layerzero.ops import ordered_sum_
+from layerzero.verify.checksums import (
+    copy_crc32_,
+    crc32,
+    run_copy_crc32,
+    run_crc32,
+    word_sum,
+    word_sums,
+)
 from tests.ops.truth import (
     DTYPES,
     IMPLEMENTATIONS,
@@ -137,10 +145,10 @@ TENSORS = [
 def test_sums_of_words_are_right() -> None:
     expected = [_true_sum(tensor) for tensor in TENSORS]
     assert word_sums(TENSORS).tolist() == expected
-    assert [int(reference.word_sum(tensor.contiguous())) for tensor in TENSORS] == expected
+    assert [int(word_sum(tensor.contiguous())) for tensor in TENSORS] == expected
 
 
-@pytest.mark.parametrize("op", [crc32, reference.crc32])
+@pytest.mark.parametrize("op", [run_crc32, crc32])
 def test_every_length_and_alignment_gives_what_zlib_gives(op: object) -> None:
     assert callable(op)
     data = torch.randint(0, 256, (70_000,), dtype=torch.uint8)
@@ -152,7 +160,7 @@ def test_every_length_and_alignment_gives_what_zlib_gives(op: object) -> None:
     assert op(data[:50_000].view(500, 100)) == zlib.crc32(data[:50_000].numpy().tobytes())
 
 
-@pytest.mark.parametrize("op", [copy_crc32_, reference.copy_crc32_])
+@pytest.mark.parametrize("op", [run_copy_crc32, copy_crc32_])
 def test_a_copy_has_the_same_bytes_and_what_zlib_gives(op: object) -> None:
     assert callable(op)
     data = torch.randint(0, 256, (70_000,), dtype=torch.uint8)
@@ -170,15 +178,19 @@ def test_a_copy_has_the_same_bytes_and_what_zlib_gives(op: object) -> None:
 def test_bytes_that_cannot_be_read_or_copied_are_refused() -> None:
     data = torch.arange(100, dtype=torch.uint8)
     refused: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
-        *((crc32, (data, value), "expected a CRC-32 before it") for value in (-1, 1 << 32)),
-        (copy_crc32_, (torch.zeros(50, dtype=torch.uint8), data), "out has 50 bytes, data has 100"),
+        *((run_crc32, (data, value), "expected a CRC-32 before it") for value in (-1, 1 << 32)),
+        (
+            run_copy_crc32,
+            (torch.zeros(50, dtype=torch.uint8), data),
+            "out has 50 bytes, data has 100",
+        ),
     ]
     for bad in (torch.zeros(100), torch.zeros(200, dtype=torch.uint8)[::2]):
-        refused += [(crc32, (bad,), "expected contiguous uint8")]
+        refused += [(run_crc32, (bad,), "expected contiguous uint8")]
         for given in ((bad, data), (data, bad)):
-            refused += [(copy_crc32_, given, "copy_crc32_: expected contiguous uint8")]
+            refused += [(run_copy_crc32, given, "copy_crc32_: expected contiguous uint8")]
     for given in ((data[:60], data[40:]), (data[40:], data[:60]), (data, data)):
-        refused += [(copy_crc32_, given, "copy_crc32_: out and data overlap")]
+        refused += [(run_copy_crc32, given, "copy_crc32_: out and data overlap")]
     for op, arguments, text in refused:
         with pytest.raises(REFUSAL, match=text):
             op(*arguments)

@@ -19,6 +19,7 @@ LAYERS = [
     "verify",
     "uneven",
     "state_dict",
+    "module_tree",
     "errors",
     "memory_budget",
     "graphs",

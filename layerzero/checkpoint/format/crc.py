@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from layerzero import ops
+from layerzero.verify.checksums import run_copy_crc32, run_crc32
 
 _WORTH_A_CALL_NBYTES = 1 << 14
 """From this size on, the kernel in csrc/ is faster than zlib, which has a lower call overhead."""
@@ -31,7 +31,8 @@ def crc32(data: memoryview | bytes, value: int = 0) -> int:
     """CRC-32 (that of zlib, gzip and PNG) of `data`, continuing from the CRC `value`."""
     if len(data) < _WORTH_A_CALL_NBYTES or isinstance(data, bytes) or data.readonly:
         return zlib.crc32(data, value)
-    return ops.crc32(torch.frombuffer(data, dtype=torch.uint8), value)
+    crc: int = run_crc32(torch.frombuffer(data, dtype=torch.uint8), value)
+    return crc
 
 
 def copy_crc32(out: memoryview, data: memoryview) -> int:
@@ -40,7 +41,8 @@ def copy_crc32(out: memoryview, data: memoryview) -> int:
         out[:] = data
         return zlib.crc32(out)
     source, target = (torch.frombuffer(each, dtype=torch.uint8) for each in (data, out))
-    return ops.copy_crc32_(target, source)
+    crc: int = run_copy_crc32(target, source)
+    return crc
 
 
 def placed(crcs: Sequence[int], behind: Sequence[int]) -> _Crcs:

@@ -207,7 +207,7 @@ def stand_ins(engine: ZeRO3) -> Iterator[Shards]:
         yield shards
     finally:
         for unit in own_units:
-            unit.views.show_sharded()
+            unit.views.show({})
             unit.views.shows_stand_ins = False
             if unit.shows_unsharded:
                 unit.views.swap(to_full=True)

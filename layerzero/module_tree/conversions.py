@@ -1,7 +1,9 @@
-"""Guards on modules with sharded parameters: copying fails, conversions keep parameters sharded.
+"""What is done to modules with sharded parameters as a whole: copies, exports and transforms fail,
+conversions keep parameters sharded.
 
 `to()` moves the shards of whole units to another device, such as the host between two phases of a
-program, and back; forwards raise meanwhile.
+program, and back; forwards raise meanwhile (decision 0067). `to_empty` makes modules show whole
+parameters until their first use (decision 0055).
 
 Guards are attributes of the instance, like the methods that hooks.py wraps, so other modules of the
 same class are not affected.
@@ -18,15 +20,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from layerzero.build.materialize import Materializer
+from layerzero.flat.assigned import put_shard
+from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.parameter_info import get_info
-from layerzero.step.methods import put, uninstall
+from layerzero.step.methods import put, shown_by
+from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.unit import IDLE, Unit
+from layerzero.watch.diagnosis import CollectiveError
 
-_NAMES = "_layerzero_sharded"
 _Convert = Callable[[torch.Tensor], torch.Tensor]
-show_first_values: Callable[..., None] | None = None
-"""Called with a unit, a module that shows parameters of it, and all modules that `to_empty` has
-emptied. None while a construction runs `param_init_fn`, after which it puts values back."""
 
 
 def refuse_copies(name: str) -> NoReturn:
@@ -72,8 +75,13 @@ class _SeesToEmpty(TorchFunctionMode):
         return result
 
 
-def install(module: nn.Module) -> None:
-    """Guard a module that shows sharded parameters, or is a unit."""
+def install(unit: Unit) -> None:
+    """Guard the unit's module, and those that show its parameters."""
+    for module in unit.owners:
+        guard(module)
+
+
+def guard(module: nn.Module) -> None:
     module_ref = weakref.ref(module)
 
     def refuse_state() -> NoReturn:
@@ -85,39 +93,26 @@ def install(module: nn.Module) -> None:
         parts = dict.fromkeys(guarded.modules() if recurse else (guarded,))
         with _SeesToEmpty() as seen:
             moved = {unit for part in parts for unit in _moved_by(part, convert)}
-        show = show_first_values if seen.is_to_empty else None
+        # A construction puts values back after `param_init_fn` has emptied them.
+        begins = seen.is_to_empty and not Materializer.is_initialising
         for unit in {unit for part in parts for unit in shown_by(part).values()}:
-            root: Any = unit.context.owner() if unit.has_joined else None
-            if root is not None and show is None and (moved or seen.changes):
+            root = root_if_alive(unit)
+            if root is not None and not begins and (moved or seen.changes):
                 root.structure.end_first_values()
         if moved:
             _move(moved, parts, convert)
-        _convert(guarded, convert, recurse, keeps_sharded=show is not None)
-        if show is not None:
+        _convert(guarded, convert, recurse, keeps_sharded=begins)
+        if begins:
+            from layerzero.state_dict import first_values
+
             for unit in dict.fromkeys(shown_by(guarded).values()):
-                show(unit, guarded, parts)
+                first_values.begin(unit, guarded, parts)
         return guarded
 
     # Called by copy, deepcopy and pickle.
     put(module.__dict__, "__getstate__", refuse_state)
     # Called by to(), half(), cuda() and the like.
     put(module.__dict__, "_apply", apply)
-
-
-def add_name(module: nn.Module, name: str, unit: Unit) -> None:
-    """Register a parameter of a guarded module as one of `unit`."""
-    module.__dict__.setdefault(_NAMES, {})[name] = unit
-
-
-def shown_by(module: nn.Module) -> dict[str, Unit]:
-    """Names under which the module itself shows parameters, and the units of these."""
-    return module.__dict__.get(_NAMES, {})
-
-
-def remove(module: nn.Module) -> None:
-    """The module has no sharded parameters any more."""
-    module.__dict__.pop(_NAMES, None)
-    uninstall(module)
 
 
 def _sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -144,9 +139,7 @@ def _moved_by(module: nn.Module, convert: _Convert) -> Iterator[Unit]:
 
 def _move(units: Collection[Unit], parts: Collection[nn.Module], convert: _Convert) -> None:
     """Move the shards of units, each wholly in these modules. Raises if one cannot be moved now."""
-    from layerzero.flat.assigned import move
-
-    roots: dict[Unit, Any] = {u: u.context.owner() if u.has_joined else None for u in units}
+    roots: dict[Unit, RootState | None] = {unit: root_if_alive(unit) for unit in units}
     for unit, root in roots.items():
         is_in_pass, handles = root is not None and root.is_in_pass, unit.handles
         reasons = {
@@ -167,6 +160,20 @@ def _move(units: Collection[Unit], parts: Collection[nn.Module], convert: _Conve
             move(handle, convert)
         if root is not None:
             root.check_next_forward()
+
+
+def move(flat: FlatParam, convert: _Convert) -> None:
+    """Have the shards and their gradients lie where `convert` puts them; freed buffers stay where
+    they are. Between steps."""
+    with torch.inference_mode(False), torch.no_grad():
+        put_shard(flat, convert(flat.main_shard.data))
+        for index, parameter in enumerate(flat.sharded_params):
+            parameter.data = flat.part_of(flat.main_shard.data, index)
+            if parameter.grad is not None:
+                # Another tensor: those without elements are made once, for every step.
+                parameter.grad = convert(parameter.grad)
+    flat.note_rewrite()
+    flat.expect()
 
 
 def _convert(module: Any, convert: _Convert, recurse: bool, keeps_sharded: bool) -> None:
@@ -195,15 +202,12 @@ _NOTE = "only this unit's own parameters are full here; those of other units are
 def note_shape(error: BaseException, label: str) -> None:
     """Extend an error about shapes: torch's own message does not show which tensors are shards."""
     text = str(error.args[0]) if error.args else ""
-    if isinstance(error, RuntimeError | IndexError) and _SHAPES.search(text) and _NOTE not in text:
+    if not isinstance(error, RuntimeError | IndexError) or isinstance(error, CollectiveError):
+        return
+    if _SHAPES.search(text) and _NOTE not in text:
         text += (
             f" ({label}: {_NOTE}. To use a parameter of another unit, call the module that "
             "owns it, put both modules into one unit (auto_wrap_policy), or register the method "
             "that uses it with layerzero.register_forward_method)"
         )
         error.args = (text, *error.args[1:])
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` was compiled in place, or is what `torch.compile` returned."""
-    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__

@@ -11,7 +11,7 @@ that keeps its name (`checkpoint_wrapper`, `torch.compile`), and ignored ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -19,44 +19,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.flat.names import clean_name
+from layerzero.build.plan import Feature
+from layerzero.module_tree.conversions import note_shape, refuse_export, refuse_transform
 from layerzero.notices import some
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.extension import Extension
+from layerzero.step.ignored import Modules, members_of
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 _children_of = itemgetter("_modules")
 _parameters_of = itemgetter("_parameters")
-_Modules = Iterable[tuple[str, nn.Module]]
 
 
-class Ignored:
-    """Ignored modules and parameters of a model, by identity and by name.
+class AsWrapped(Feature):
+    """Notes the module tree; the first feature, so that others see it checked."""
 
-    The name counts as well, because an ignored module or parameter may be replaced.
-    """
-
-    def __init__(self, members: Iterable[nn.Module | nn.Parameter] = ()) -> None:
-        self._refs = {id(each): weakref.ref(each) for each in members}
-        self.names: set[str] = set()
-        """Their names in the model; `Structure` fills them in."""
-
-    def has(self, member: nn.Module | nn.Parameter) -> bool:
-        reference = self._refs.get(id(member))
-        return reference is not None and reference() is member
-
-    @property
-    def members(self) -> list[nn.Module | nn.Parameter]:
-        return [each for ref in self._refs.values() if (each := ref()) is not None]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [each for each in self.members if isinstance(each, nn.Module)]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [each for each in self.members if isinstance(each, torch.Tensor)]
+    def built(self, root: RootState) -> None:
+        root.structure = Structure(root)
+        root.extensions.add(root.structure)
 
 
-class Structure:
+class Structure(Extension):
     """The module tree of one model. References the root module weakly, and those below strongly."""
 
     was_dropped = False
@@ -65,22 +48,36 @@ class Structure:
     """Whole parameters shown after `to_empty` (state_dict/first_values.py), until the next check;
     or None."""
 
-    def __init__(self, units: Sequence[Unit], ignored: Ignored) -> None:
-        """`units` is the root's list, outermost first."""
-        self.ignored = ignored
-        self._units = units
-        self._root_ref = weakref.ref(units[0].module)
-        modules = [*self._modules(units[0].module)]
-        if ignored.members:
-            ignored.names.update(name for name, each, _ in _members(modules) if ignored.has(each))
-        self._named = dict(self._named_parameters(modules))
-        self._take_snapshot(modules)
+    def __init__(self, root: RootState) -> None:
+        self._ignored = root.ignored
+        self._units = root.units
+        self._root_ref = weakref.ref(root.units[0].module)
+        self._named = dict(self._named_parameters(self._modules()))
+        self._take_snapshot()
 
     @property
     def _root(self) -> nn.Module:
         root = self._root_ref()
         assert root is not None, "its methods are called on a living model"
         return root
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        return self._ignored.walk(self._root)
+
+    def before_forward(self, unit: Unit, forward_pass: object) -> None:
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
+            refuse_export(unit.label)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transform(unit.label)
+        if self.first_values is not None or not self._is_same():
+            self.check("forward")
+
+    def between_passes(self, what: str) -> None:
+        self.end_first_values()
+
+    def call_raised(self, unit: Unit, error: BaseException) -> None:
+        if len(self._units) > 1:
+            note_shape(error, unit.label)
 
     def check(self, what: str) -> None:
         """Check that the parameters are those that were wrapped. Not collective.
@@ -104,7 +101,7 @@ class Structure:
                     "optimizer. (torch.func.functional_call takes a copy of the module made before "
                     "wrapping, or this one inside summon_full_params() and torch.no_grad())"
                 )
-            self._take_snapshot([*self._modules(self._root)])
+            self._take_snapshot()
 
     def end_first_values(self) -> None:
         """The model is about to be used."""
@@ -112,8 +109,8 @@ class Structure:
         if values is not None:
             values.end()
 
-    def _take_snapshot(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        dicts = [module.__dict__ for _, module in modules]
+    def _take_snapshot(self) -> None:
+        dicts = [module.__dict__ for _, module in self._modules()]
         self._dicts = dicts[1:]  # Not the root's, which would keep it alive.
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]
@@ -148,7 +145,7 @@ class Structure:
     def changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""
         own = self._shown_full()
-        shown_now = self._named_parameters(self._modules(self._root))
+        shown_now = self._named_parameters(self._modules())
         now = {name: (own.get(id(shown), shown), slots) for name, (shown, slots) in shown_now}
         before = self._named
         came = [name for name in now if name not in before]
@@ -157,45 +154,7 @@ class Structure:
         parts = {"added": came, "removed": gone, "replaced": replaced}
         return "; ".join(f"{what} {some(names)}" for what, names in parts.items() if names)
 
-    def _modules(
-        self, module: nn.Module, fqn: str = "", seen: set[int] | None = None
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Every module that is not ignored, once, with its first name. A wrapper is replaced by the
-        module inside it."""
-        seen = set() if seen is None else seen
-        unit = get_unit(module)
-        module = module if unit is None else unit.module
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield fqn, module
-        for name, child in module._modules.items():
-            inner = clean_name(f"{fqn}.{name}" if fqn else name)
-            # Scripted modules, which have no sharded parameter, lack the dicts of others.
-            is_scripted = isinstance(child, torch.jit.ScriptModule)
-            if child is not None and not is_scripted and not self._is_ignored(inner, child):
-                yield from self._modules(child, inner, seen)
-
-    def _is_ignored(self, name: str, member: nn.Module | nn.Parameter) -> bool:
-        return self.ignored.has(member) or name in self.ignored.names
-
-    def _named_parameters(self, modules: _Modules) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        for name, each, slots in _members(modules):
-            if isinstance(each, torch.Tensor) and name not in self.ignored.names:
+    def _named_parameters(self, modules: Modules) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        for name, each, slots in members_of(modules):
+            if isinstance(each, torch.Tensor) and name not in self._ignored.names:
                 yield name, (each, slots)
-
-    def ignored_now(self) -> Ignored:
-        """The ignored modules and parameters, including those that replaced others."""
-        root = self._root_ref()
-        members = () if root is None else _members(self._modules(root))
-        found = [each for name, each, _ in members if self._is_ignored(name, each)]
-        return Ignored([*self.ignored.members, *found])
-
-
-def _members(modules: _Modules) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The modules and parameters directly in these modules: the name of each in the model, itself,
-    and the slots of its module's parameters, which are others if another module took them over."""
-    for fqn, module in modules:
-        for name, each in (*module._modules.items(), *module._parameters.items()):
-            if each is not None:
-                yield clean_name(f"{fqn}.{name}" if fqn else name), each, module._parameters
