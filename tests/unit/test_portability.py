@@ -33,7 +33,7 @@ ALLOWED = {
     "flat/host_memory.py": "torch binds the calls that register memory for CUDA and HIP alone",
     "graphs/capture.py": "the name of torch's class",
     "integrations/megatron/arguments.py": "the name of an option of Megatron",
-    "ops/__init__.py": "the kernels that csrc/ has",
+    "guards/argument_warnings.py": "the kernels that csrc/ has",
     "ops/native.py": "the kernels that csrc/ has",
     "parallel/manager.py": "torch has that attention for CUDA alone",
     "wrapper.py": "names of methods of nn.Module",
