@@ -1,9 +1,13 @@
-"""A dead, stopped or silent rank: the others get an error that says who and where. Backends whose
-messages carry no name have the same results, and a watchdog that names what hangs."""
+"""A dead, stopped or silent rank, or one that goes another way: the others get an error that says
+who and where. Backends whose messages carry no name have the same results, and a watchdog that
+names what hangs."""
 
 import logging
 import os
+import re
+import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -12,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
-from layerzero.watch import diagnosis
-from tests.harness.checks import error_in_time
+from layerzero.watch import desync, diagnosis
+from tests.harness.checks import assert_bitwise, error_in_time
 from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks
@@ -34,7 +38,7 @@ class Chain(Routed):
 
     route = "0 1 2 3"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, self.route)
 
 
@@ -207,3 +211,201 @@ def test_a_rank_that_finished_early_is_named_and_a_later_use_repeats_it(tmp_path
     assert "gradient norm" in clips, "a small collective has the timeout, too"
     assert "exchange of the ranks that save or load together" in saves
     assert "every rank must, also to save or load (not under `if rank == 0:`)" in saves
+
+
+# Ranks that part on gloo are told at once, long before the timeout; slow ones are left alone ------
+
+
+PARTING_TIMEOUT = timedelta(seconds=55)
+at_once = partial(error_in_time, within_s=20.0)
+"""Far below the timeout, and far above the second or so that it takes on a quiet machine."""
+
+
+class Summed(Chain):
+    """With a head and pauses; the sum of what the first blocks, and the head, return."""
+
+    used, pause_s = 1, 0.0
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for index in self.route.split():
+            time.sleep(self.pause_s)
+            x = self.blocks[int(index)](x)
+            outputs.append(x.sum())
+        return torch.stack([*outputs[: self.used], self.last(x).sum()]).sum()
+
+
+def summed(group: dist.ProcessGroup | None = None, **options: Any) -> ZeRO3:
+    desync.LONGEST_PAUSE_S = 0.1
+    torch.manual_seed(0)
+    options |= {"auto_wrap_policy": lambda part, fqn: isinstance(part, Block) or fqn == "last"}
+    return ZeRO3(Summed(), group, timeout=PARTING_TIMEOUT, **options)
+
+
+def _part() -> dict[str, str]:
+    """Each case on a group of its own: a failure leaves the connections of a group unusable."""
+    is_other = dist.get_rank() == 1
+
+    def goes(route: str, steps: int) -> Callable[[dist.ProcessGroup], str]:
+        def case(group: dist.ProcessGroup) -> str:
+            model = summed(group)
+            train(model, steps)
+            if is_other:
+                model.module.route = route
+            return at_once(lambda: train(model, 2))
+
+        return case
+
+    def parts_in_backward(group: dist.ProcessGroup) -> str:
+        model = summed(group)
+        model.module.used = 0
+        model.module.route = "0"
+        if is_other:
+            model.module.last.weight.requires_grad_()
+            return at_once(lambda: train(model, 3))
+
+        def without_last() -> None:
+            for _ in range(3):
+                hidden = []
+                handle = model.module.blocks[0].register_forward_hook(
+                    lambda module, args, output, hidden=hidden: hidden.append(output)
+                )
+                model(torch.randn(3, WIDTH))
+                handle.remove()
+                hidden[0].sum().backward()
+
+        return at_once(without_last)
+
+    def clips_alone(group: dist.ProcessGroup) -> str:
+        model = summed(group)
+        train(model, 1)
+        if is_other:
+            return at_once(lambda: model.clip_grad_norm_(1.0))
+        return at_once(lambda: train(model, 1))
+
+    cases = {
+        "first forward": goes("1", 0),
+        "later step": goes("0 1 3", 2),
+        "swapped": goes("0 2 1 3", 2),
+        "repeated": goes("0 1 2 1 3", 1),
+        "backward": parts_in_backward,
+        "clipping": clips_alone,
+    }
+    messages = {}
+    for name, case in cases.items():
+        group = dist.new_group(timeout=PARTING_TIMEOUT)
+        try:
+            messages[name] = case(group)
+        except BaseException as error:
+            raise AssertionError(name) from error
+        # A rank that is ahead would break the next group's connections.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{name}/{dist.get_rank()}", "")
+        store.wait([f"{name}/{rank}" for rank in range(2)])
+    return messages
+
+
+def test_ranks_that_diverge_fail_at_once() -> None:
+    first, second = run_ranks(2, _part)
+    for name, message in first.items():
+        # One finds out, and both say the same.
+        verdict = message.partition("(the ranks took ")[2].partition(").\n")[0]
+        assert "rank 0" in verdict and "rank 1" in verdict, (name, message)
+        assert verdict in second[name], (name, second[name])
+        assert "rank 0 got no answer from rank 1" in message
+        assert "Every rank must call the same units in the same order" in message
+    ways = "rank 0 issued all-gather of blocks.0, rank 1 issued all-gather of blocks.1"
+    assert f"at operation #1 of this model {ways}" in first["first forward"]
+    assert "gradient norm of the model" in first["clipping"]
+
+
+@on_ranks(4, fresh=True)
+def test_all_ranks_of_layered_groups_report_the_two_that_diverged() -> None:
+    model = summed(zero3_size=2)
+    train(model, 2)
+    if dist.get_rank() == 3:
+        model.module.pause_s = 0.3  # that alone is no alarm
+    train(model, 1)
+    if dist.get_rank() == 3:
+        model.module.route = "0 2 3"
+    message = at_once(lambda: train(model, 2))
+    # Ranks 1 and 2 both have a group with rank 3, which left the common path.
+    assert re.search(r"took different paths: .* rank [12] issued .*, rank 3 issued ", message)
+
+
+@on_ranks(2, fresh=True)
+def test_what_one_rank_froze_alone_is_no_other_path() -> None:
+    model = summed()
+    train(model, 1)
+    if dist.get_rank() == 1:
+        model.module.last.bias.requires_grad_(False)
+    message = at_once(lambda: train(model, 1))
+    assert "(the ranks' models or requires_grad differ: rank " in message, message
+    assert "different operations" not in message, message
+
+
+def _is_slow() -> int:
+    models, checks = [summed(), summed()], []
+    find_out = desync.DesyncDetector._find_out
+    desync.DesyncDetector._find_out = lambda self, long: (checks.append(1), find_out(self, long))[1]
+    for pause_s in (0.0, 0.3):
+        for place, model in enumerate(models):
+            model.module.pause_s = pause_s * (dist.get_rank() != place)
+        assert_bitwise(*(train(model, 1)[0] for model in models))
+    return len(checks)
+
+
+def test_a_slow_rank_and_two_models_are_no_alarm() -> None:
+    assert all(run_ranks(2, _is_slow)), "no thread compared: pauses are too short to prove anything"
+
+
+def _waits_beside_torch(folder: Path) -> None:
+    """Rank 0 waits in a call of the model, rank 1 in one of torch; then as a launcher does it."""
+    model = summed()
+    if dist.get_rank() == 0:
+        logging.getLogger("layerzero").addHandler(logging.FileHandler(folder / "log"))
+        (folder / "pid").write_text(str(os.getpid()))
+        with model.timeout(seconds=1):
+            model.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match="closed"):
+        dist.all_reduce(torch.ones(1))
+    time.sleep(0.5)  # The first process of a job has failed; the launcher notices it.
+    os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+
+
+def test_a_rank_that_a_launcher_ends_has_logged_what_it_waited_for(tmp_path: Path) -> None:
+    run_ranks(2, _waits_beside_torch, tmp_path, expect_exit={0: -signal.SIGTERM})
+    lines = (tmp_path / "log").read_text().splitlines()
+    first = next(line for line in lines if "got no answer" in line)
+    assert re.match(r"gradient norm of the model \(#\d+\): rank 0 got no answer from rank 1", first)
+    assert "nothing arrived within the timeout of 1 s" in first
+
+
+def _fails_beside(store_path: Path, is_second: bool) -> str | None:
+    """Rank 1 leaves a report in the first run, and none in the second."""
+    store = dist.FileStore(str(store_path), -1)
+    dist.distributed_c10d._get_default_store = lambda: dist.PrefixStore("run", store)
+    torch.manual_seed(0)
+    model = ZeRO3(nn.Linear(4, 4), timeout=timedelta(seconds=2))
+    if dist.get_rank() == 1 and is_second:
+        os._exit(7)
+    if dist.get_rank() == 1:
+        with pytest.raises(CollectiveError):
+            model.clip_grad_norm_(1.0)
+        os._exit(7)
+    with pytest.raises(CollectiveError) as caught:
+        model(torch.ones(1, 4))
+    assert len(diagnosis.run_names) == 1
+    return str(caught.value)
+
+
+def test_no_report_of_the_run_before_is_shown(tmp_path: Path) -> None:
+    """A launcher that starts the ranks again may keep the store."""
+    first = run_ranks(2, _fails_beside, tmp_path / "store", False, expect_exit={1: 7})[0]
+    assert "rank 1: waits for rank 0 in gradient norm of the model" in first
+    second = run_ranks(2, _fails_beside, tmp_path / "store", True, expect_exit={1: 7})[0]
+    assert "rank 1: no report" in second, second
