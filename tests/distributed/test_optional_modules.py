@@ -389,27 +389,14 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.act = nn.Tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x * self.scale)
-        return self.act(x)
-
 
 class Towers(nn.Module):
-    """Which of its towers run is in the batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.vision = Tower()
         self.audio = Tower(1)
         self.trunk = Block()
         self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, batch: tuple[Tensor, list[int]]) -> Tensor:
-        x, runs = batch
-        for tower, does_run in zip((self.vision, self.audio), runs, strict=True):
-            x = x + tower(x) if does_run else x
-        return self.head(self.trunk(x))
 
 
 UNITS = {"auto_wrap_policy": {Tower, Block}}
@@ -584,39 +571,37 @@ def test_what_differs_between_ranks_is_refused_on_every_rank() -> None:
     assert regions(model, *order) == VISION | AUDIO
 
 
-def batches(steps: int, seed: int = 0) -> list[list[tuple[Tensor, list[int]]]]:
-    """By step and rank; each rank runs each tower or not, at random."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(steps, 2, 3, WIDTH, generator=generator)
-    runs = torch.randint(0, 2, (steps, 2, 2), generator=generator).tolist()
-    return [[*zip(*of_step, strict=True)] for of_step in zip(rows, runs, strict=True)]
+def every_pattern() -> list[list[Sample]]:
+    """Steps of two ranks, each of which enters the regions in every way."""
+    draw, patterns = Draw(), [*itertools.product((False, True), repeat=3)]
+    return [
+        [draw(one), draw(other)]
+        for one, other in zip(patterns, patterns[3:] + patterns[:3], strict=True)
+    ]
 
 
-class TiedTowers(Towers):
-    """One uses a block of the other, of which the trunk uses a parameter."""
+class TiedRegions(Regions):
+    """One region uses a block of another, of which a required block uses a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.audio.blocks[0] = self.vision.blocks[0]
-        self.trunk.up.weight = self.vision.blocks[0].up.weight
+        self.behind[0] = self.before[0]
+        self.text.up.weight = self.before[0].up.weight
 
 
 @on_ranks(2)
 def test_every_way_in_trains_like_one_process() -> None:
-    with named("nested wrappers"):
-        model = seeded(Towers)
-        model.vision = ZeRO3(model.vision, auto_wrap_policy={Block})
-        assert_trains_alike(wrapped(model, [model.vision, model.audio]), seeded(Towers), batches(4))
-    with named("rewrapped"):
-        model, plain = seeded(Towers), seeded(Towers)
-        model = wrapped(model, [model.vision, model.audio])
-        assert_trains_alike(model, plain, batches(2))
-        for each in (model, plain):
-            each.vision.blocks.append(seeded(Block))
-        layerzero.rewrap(model)
-        assert_trains_alike(model, plain, batches(3, seed=1))
-    with named("tied"):
-        model = seeded(TiedTowers)
-        # Every rank runs the other tower, but for the block that both have.
-        some = [[(x, [1, audio]) for x, (_, audio) in step] for step in batches(4)]
-        assert_trains_alike(wrapped(model, [model.audio]), seeded(TiedTowers), some)
+    for way in ("nested wrappers", "rewrapped", "tied"):
+        build = TiedRegions if way == "tied" else Regions
+        module, plain = seeded(build), seeded(build)
+        if way == "nested wrappers":
+            module.before = ZeRO3(module.before, auto_wrap_policy={Block})
+        optional = [module.before, module.text.inside, module.behind]
+        model = wrapped(module, optional, auto_wrap_policy={Block, Text})
+        with named(way):
+            if way == "rewrapped":
+                assert_trains_alike(model, plain, every_pattern()[:3])
+                for each in (model, plain):
+                    each.behind.append(seeded(Block))
+                layerzero.rewrap(model)
+            assert_trains_alike(model, plain, every_pattern())

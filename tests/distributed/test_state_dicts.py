@@ -25,6 +25,7 @@ from layerzero.checkpoint import CheckpointError, ParameterShard
 from layerzero.optim import decay_groups
 from layerzero.state_dict import full_tensors
 from tests.harness.checks import assert_bitwise, assert_same_parameters
+from tests.harness.compare import linears
 from tests.harness.internals import inner_units
 from tests.harness.models import (
     WIDTH,
@@ -269,8 +270,7 @@ def _alive(made: list[ref[Tensor]], at_most: int) -> list[int]:
 def test_the_next_flat_parameter_is_gathered_ahead_within_the_bytes_allowed() -> None:
     one = 64 * 64 * 4
     made: list[ref[Tensor]] = []
-    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
-    model = ZeRO3(nn.Sequential(*layers), auto_wrap_policy={nn.Linear})
+    model = linears(4, 64)
     for nbytes, at_most in ((2 * one, 2), (2 * one - 1, 1)):
         found = []
         with observed(full_tensors, "_gather", after=lambda pair, *_: made.append(ref(pair[0]))):
@@ -413,6 +413,16 @@ class _Late(torch.optim.SGD):
         return super().step(closure)
 
 
+class _Means(torch.optim.SGD):
+    """Has the options of SGD, and other state."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["mean"] = state.pop("momentum_buffer")
+        return loss
+
+
 @on_ranks(2)
 def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer = build(in_groups=True)
@@ -430,6 +440,7 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Pa
     with torch.no_grad():
         model.head.weight.zero_()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    means = _Means([dict(group) for group in groups], lr=0.05, momentum=0.9)
     ungrouped = {"param_groups": [{"params": [*range(len([*model.parameters()]))]}]}
     bad = [copy.deepcopy(saved["momentum"]) for _ in range(2)]
     for state, wrong in zip(bad, (torch.zeros(2, 3), torch.zeros(3)), strict=True):
@@ -437,6 +448,7 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Pa
     mismatch = f"'momentum_buffer' of {groups[0]['params'][0].layerzero.fqn}: size mismatch"
     for load, text in (
         (lambda: momentum.load_state_dict(saved["adamw"]), "saved by another optimizer class"),
+        (lambda: means.load_state_dict(saved["momentum"]), "_Means keeps mean: it was saved by"),
         (lambda: optimizer.load_state_dict(saved["momentum"]), "saved by another optimizer class"),
         (
             lambda: theirs.set_optimizer_state_dict(model, momentum, by_name),
