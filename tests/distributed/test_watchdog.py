@@ -1,13 +1,15 @@
 """A dead, stopped or silent rank, or one that goes another way: the others get an error that says
-who and where. Backends whose messages carry no name have the same results, and a watchdog that
-names what hangs."""
+who and where; a slow one is warned of. Backends whose messages carry no name have the same results,
+and a watchdog that names what hangs."""
 
+import functools
 import logging
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from layerzero import CollectiveError, ZeRO3, checkpoint
 from layerzero.flat import groups
 from layerzero.watch import desync, diagnosis
 from tests.harness.checks import assert_bitwise, error_in_time
+from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks
@@ -138,11 +141,11 @@ def test_pauses_between_collectives_and_two_models_are_no_alarm() -> None:
     )
 
 
-def on_gloo(**settings: Any) -> ZeRO3:
+def on_gloo(timeout: timedelta = TIMEOUT, **settings: Any) -> ZeRO3:
     if settings.get("zero3_size") is None:
         diagnosis.REPORT_SECONDS = 0.5  # Else a rank waits for reports of others than its peer.
     torch.manual_seed(0)
-    return ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=TIMEOUT, **settings)
+    return ZeRO3(Mlp(3), auto_wrap_policy={Block}, timeout=timeout, **settings)
 
 
 def passes(model: ZeRO3, steps: int = 1) -> None:
@@ -348,7 +351,7 @@ def test_what_one_rank_froze_alone_is_no_other_path() -> None:
     assert "different operations" not in message, message
 
 
-def _is_slow() -> int:
+def _pauses() -> int:
     models, checks = [summed(), summed()], []
     find_out = desync.DesyncDetector._find_out
     desync.DesyncDetector._find_out = lambda self, long: (checks.append(1), find_out(self, long))[1]
@@ -360,7 +363,7 @@ def _is_slow() -> int:
 
 
 def test_a_slow_rank_and_two_models_are_no_alarm() -> None:
-    assert all(run_ranks(2, _is_slow)), "no thread compared: pauses are too short to prove anything"
+    assert all(run_ranks(2, _pauses)), "no thread compared: pauses are too short to prove anything"
 
 
 def _waits_beside_torch(folder: Path) -> None:
@@ -409,3 +412,180 @@ def test_no_report_of_the_run_before_is_shown(tmp_path: Path) -> None:
     assert "rank 1: waits for rank 0 in gradient norm of the model" in first
     second = run_ranks(2, _fails_beside, tmp_path / "store", True, expect_exit={1: 7})[0]
     assert "rank 1: no report" in second, second
+
+
+# A slow rank is not a dead one: a warning at half of the limit, and phases that wait longer -------
+
+
+LIMIT_S = TIMEOUT.total_seconds()
+LONGER_S = 2.6
+"""A pause of a rank that is an error outside `model.timeout`."""
+
+
+def pause(rank: int, seconds: float) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+
+
+warnings_logged = functools.partial(logged, diagnosis.__name__, logging.WARNING)
+
+
+def limits(model: ZeRO3) -> set[float]:
+    operations = root_state(model).operations
+    return {group.limit.total_seconds() for group in operations.phases._groups.values()}
+
+
+WARNED_LIMIT = timedelta(seconds=4)
+"""The timeout where a pause lasts until the warning: the rest of it is for a busy machine."""
+
+
+def _is_slow(kind: str) -> list[list[str]]:
+    """Messages of a step in which the second rank comes once the first has warned of it, and of one
+    in which it is late."""
+    model = on_gloo(WARNED_LIMIT) if kind == "gloo" else wrapped(Mlp(2), WARNED_LIMIT)
+    store = dist.distributed_c10d._get_default_store()
+    passes(model)
+    with warnings_logged() as messages:
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda _: store.set("warned", "")
+        logging.getLogger(diagnosis.__name__).addHandler(handler)
+        if dist.get_rank() == 1:
+            store.wait(["warned"])
+        passes(model)
+    with warnings_logged() as later:
+        pause(1, 0.4)
+        passes(model)
+    return [messages, later]
+
+
+@pytest.mark.parametrize("kind", ["gloo", "plain"])
+def test_a_slow_rank_is_warned_of_once_and_the_run_goes_on(kind: str) -> None:
+    first, second = run_ranks(2, _is_slow, kind)
+    ((message,), later) = first
+    assert "all-gather of the root unit" in message, message
+    assert "rank 0 has waited" in message
+    assert "s for rank 1; after 4 s this is an error" in message
+    assert not later and second == [[], []]
+
+
+def _phases(kind: str, folder: Path) -> str | None:
+    model = wrapped(Mlp(2)) if kind.startswith("plain") else on_gloo()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    passes(model)
+    # Nested, with exceptions, out of order; equal limits afterwards.
+    given = limits(model)
+    assert LIMIT_S in given
+    with model.timeout(minutes=1):
+        assert limits(model) == {60.0}
+        with pytest.raises(KeyError), model.timeout(minutes=1, seconds=30):
+            assert limits(model) == {90.0}
+            raise KeyError
+        assert limits(model) == {60.0}
+    assert limits(model) == given
+    first, last = ExitStack(), ExitStack()
+    first.enter_context(model.timeout(seconds=50))
+    last.enter_context(model.timeout(seconds=40))
+    first.close()
+    assert limits(model) == {40.0}
+    last.close()
+    assert limits(model) == given
+    # Longer waits pass, of whatever kind.
+    with model.timeout(seconds=40):
+        pause(1, LONGER_S)
+        passes(model)
+    if kind.endswith("briefly"):
+        return None
+    with model.timeout(seconds=40):
+        pause(1, LONGER_S)
+        checkpoint.save(folder, model, optimizer)
+    assert limits(model) == given
+    # Only the rank that waits has to be in it.
+    if dist.get_rank() == 0:
+        with model.timeout(seconds=40):
+            passes(model)
+    else:
+        time.sleep(LONGER_S)
+        passes(model)
+    # And outside it is an error, in time.
+    if dist.get_rank() == 1:
+        return None  # Its process lives on until the other ends.
+    return error_in_time(lambda: passes(model), LIMIT_S + 7.0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gloo, briefly",
+        pytest.param("plain", marks=pytest.mark.slow),
+    ],
+)
+def test_a_longer_pause_passes_in_a_phase_and_is_an_error_outside(
+    kind: str, tmp_path: Path
+) -> None:
+    message = run_ranks(2, _phases, kind, tmp_path)[0]
+    if not kind.endswith("briefly"):
+        assert "rank 0" in message and "within the timeout of 2 s" in message
+
+
+@on_ranks(2)
+def test_bad_phases_are_refused_and_backends_keep_their_timeouts() -> None:
+    model = on_gloo()
+    for keywords, error in (
+        ({}, ValueError),
+        ({"seconds": 0}, ValueError),
+        ({"minutes": -1}, ValueError),
+        ({"days": 10**12}, OverflowError),
+        ({"days": 999_999_999}, ValueError),
+        ({"seconds": float("nan")}, ValueError),
+        ({"years": 1}, TypeError),
+        ({"minutes": "30"}, TypeError),
+    ):
+        with pytest.raises(error):
+            model.timeout(**keywords)
+
+    def enter(*_: object) -> None:
+        with (
+            pytest.raises(RuntimeError, match="inside forward or backward"),
+            model.timeout(seconds=5),
+        ):
+            pass
+
+    handle = model.module.blocks[0].register_forward_pre_hook(enter)
+    out = model(torch.ones(2, WIDTH))
+    handle.remove()
+    out.register_hook(enter)
+    out.sum().backward()
+    with model.summon_full_params(), model.timeout(seconds=5):
+        assert limits(model) == {5.0}
+    # A backend's own timeout is raised for the phase only, and never lowered.
+    group = make_plain_group(timedelta(seconds=30))
+    other = on_gloo(process_group=group)
+    own = group._get_backend(torch.device("cpu")).options
+    with other.timeout(minutes=2):
+        assert own._timeout >= timedelta(minutes=2)
+        passes(other)
+    assert own._timeout == timedelta(seconds=30)
+    with other.timeout(seconds=1):
+        assert own._timeout == timedelta(seconds=30)
+    assert {LIMIT_S} == limits(other) and model is not other
+
+
+@on_ranks(2)
+def test_a_phase_covers_all_groups_of_the_model() -> None:
+    """Layered groups and nested wrappers: all groups of the model, and it matters."""
+    for options in (
+        {"zero3_size": 1},
+        {"zero3_size": 1, "outer": "replicate"},
+        {"zero3_size": 1, "outer": "shard", "deterministic": True},
+    ):
+        model = on_gloo(**options)
+        with model.timeout(seconds=20):
+            assert limits(model) == {20.0}
+            passes(model)
+        assert limits(model) == {LIMIT_S}
+    module = Mlp(2)
+    module.blocks[0] = ZeRO3(module.blocks[0], timeout=timedelta(seconds=7))
+    model = ZeRO3(module, timeout=timedelta(seconds=LIMIT_S))
+    with model.module.blocks[0].timeout(seconds=20):
+        assert limits(model) == {20.0}, "of the whole model"
+    assert limits(model) == {LIMIT_S, 7.0}
