@@ -471,24 +471,15 @@ def _writes(module: nn.Module) -> None:
     module.reset_parameters()
 
 
-def _if_on_meta(module: nn.Module) -> None:
-    if any(tensor.is_meta for tensor in _own(module)):
-        _always_empties(module)
+def _emptying(recurse: bool, always: bool) -> Callable[[nn.Module], None]:
+    """Empties a module, or all inside it too, and resets it: always, or if it finds it on meta."""
 
+    def init(module: nn.Module) -> None:
+        if always or any(t.is_meta for t in (module.parameters() if recurse else _own(module))):
+            module.to_empty(device="cpu", recurse=recurse)
+            module.reset_parameters()
 
-def _always_empties(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    module.reset_parameters()
-
-
-def _empties_all_inside(module: nn.Module) -> None:
-    module.to_empty(device="cpu")
-    module.reset_parameters()
-
-
-def _empties_all_on_meta(module: nn.Module) -> None:
-    if any(parameter.is_meta for parameter in module.parameters()):
-        _empties_all_inside(module)
+    return init
 
 
 def _replaces(module: nn.Module) -> None:
@@ -504,7 +495,7 @@ def _replaces(module: nn.Module) -> None:
 
 def _asserts_meta(module: nn.Module) -> None:
     assert all(tensor.is_meta for tensor in _own(module)), "written for FSDP"
-    _always_empties(module)
+    _emptying(recurse=False, always=True)(module)
 
 
 def _fill(module: nn.Module) -> None:
@@ -526,7 +517,8 @@ def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> N
     plain = Tables()
     _reset_in_order(plain)
     drawn = torch.rand(3)
-    kinds = (None, _writes, _if_on_meta, _always_empties, _empties_all_inside, _empties_all_on_meta)
+    ways = itertools.product((False, True), repeat=2)
+    kinds = (None, _writes, *(_emptying(*way) for way in ways))
     settings: list[Any] = [None, {Table}, {Table, Block, nn.Linear}]
     for number, kind in enumerate(kinds):
         module, calls = on_meta(Tables), []
@@ -562,7 +554,7 @@ def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> N
 
 @on_ranks(2)
 def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
-    for init in (_empties_all_inside, _empties_all_on_meta):
+    for always in (False, True):
         for wraps in (False, True):
             model = seeded(Tables)
             model.first.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
@@ -570,10 +562,11 @@ def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
             inside = copy.deepcopy(model.first.child)
             if wraps:
                 model.first.child = ZeRO3(model.first.child)
+            init = _emptying(recurse=True, always=always)
             wrapped = ZeRO3(model, auto_wrap_policy={Table}, param_init_fn=init)
             for name, value in inside.named_parameters():
                 found = full_parameters(wrapped)[f"first.child.{name}"]
-                assert_bitwise(found, value.detach(), f"{init.__name__}, {wraps}: {name}")
+                assert_bitwise(found, value.detach(), f"{always}, {wraps}: {name}")
             assert all(bool(value.isfinite().all()) for value in full_parameters(wrapped).values())
 
 
