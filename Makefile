@@ -63,10 +63,10 @@ test-processors: $(INSTALLED)
 # the engine or of what writes checkpoints.
 SEEDS ?= 200
 CASES ?= 10000
-SWEEPS := life_cycle exceptions nonfinite memory_budget ledger \
-	host_work memory_plan howto optional_modules delta join layered whole_tensor accumulation checkpoint \
+SWEEPS := exceptions norms memory_budget ledger \
+	host_work howto optional_modules delta join layered whole_tensor checkpoint \
 	checkpoint_optimizers checkpoint_splits parallel_transformers offload flat_optimizer streams \
-	fault_matrix several_machines missing_waits two_lanes grads graph_capture arena
+	fault_matrix example missing_waits groups grads graph_capture arena
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k fuzzed --cases $(CASES) $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed/test_random_models.py \

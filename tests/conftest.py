@@ -62,8 +62,8 @@ def seeds_or(pytestconfig: pytest.Config) -> Callable[[int], range]:
 
 FIRST = (
     *("test_cuda_build.py", "test_wheel.py"),
-    *("test_memory_plan.py", "test_memory_budget.py"),
-    *("test_slow_ranks.py", "test_watchdog.py", "test_graph_capture.py"),
+    "test_memory_budget.py",
+    *("test_watchdog.py", "test_graph_capture.py"),
     *("test_checkpoint_safety.py", "test_megatron.py", "test_random_models.py"),
 )
 """Begun first, while other workers have something to do: each has a test that takes up to a

@@ -36,8 +36,8 @@ def _flags() -> set[str]:
 HAS_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= _flags()
 """Told to use AVX-512 on a processor without it, MKL obeys, and dies of an illegal instruction."""
 FILES = """
-distributed: accumulation compile experts flat_optimizer grads layered
-    mixed_precision norms odd_uses optional_modules pipeline several_forwards tensor_parallel
+distributed: compile experts flat_optimizer grads layered
+    mixed_precision norms optional_modules pipeline several_forwards tensor_parallel
     torch_optimizers whole_tensor
 ops: flat_step pack sums
 """

@@ -18,6 +18,7 @@ import layerzero
 from layerzero import ZeRO3
 from tests.harness.checks import assert_bitwise
 from tests.harness.models import CASES, Block, Mlp
+from tests.harness.random_programs import _ByAllReduce
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import OPTIMIZERS, batches_of, seeded, train_rank
 
@@ -70,27 +71,12 @@ def test_default_hooks_have_fsdp1s_bits() -> None:
         assert not torch.equal(found[ShardingStrategy.FULL_SHARD, hook], exact)
 
 
-class Counting:
-    """torch's `ReduceScatter`, in plain calls."""
+class Counting(_ByAllReduce):
+    calls = 0
 
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> None:
         self.calls += 1
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor.clone(), op=op, group=group, async_op=async_op
-        )
+        super().__call__(*args, **named)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,5 +1,5 @@
-"""Programs in examples/: the trainer of `make train`, which can be killed at any time, a consumer
-of weights, and a model of two modalities."""
+"""Programs in examples/: the trainer of `make train`, which can be killed at any time, and on two
+machines, a consumer of weights, a model of two modalities, and a worker of Ray Train."""
 
 import functools
 import importlib.util
@@ -9,22 +9,27 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed.run import main as torchrun
 
 from layerzero.checkpoint.format.folder import committed_steps
 from tests.harness import ranks
 from tests.harness.checks import of_floats
+from tests.harness.processes import call_alone
 from tests.harness.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -217,13 +222,12 @@ def test_the_consumer_ends_with_the_bits_of_the_trainer_and_a_picture(
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_two_towers.py"
 SMALL_TOWERS = ["--steps", "12", "--batch", "4"]
 
 
 def _program(picture: Path | None) -> None:
     """As torchrun starts it, and then on this rank alone."""
-    sys.path.insert(0, str(EXAMPLE.parent))
+    sys.path.insert(0, str(EXAMPLES))
     import train_two_towers as example
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -245,3 +249,77 @@ def test_two_towers_train_like_one_process(
     sharded, *single = (json.loads(line)["losses"] for line in lines)
     assert len(sharded) == 12 and single == [sharded] * 2
     assert picture is None or picture.exists()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo is told the loopback interface of Linux")
+def test_two_agents_train_as_one_agent_with_two_ranks(flags: list[str], tmp_path: Path) -> None:
+    """docs/howto/several_machines.md."""
+    two, one = ([*flags, "--log", str(tmp_path / name)] for name in ("two", "one"))
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+
+    def run_agent(node: int) -> subprocess.CompletedProcess[str]:
+        place = [*meeting, "--node-rank", str(node), "--nproc-per-node", "1", "--"]
+        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        arguments = [*place, str(EXAMPLES / "train_lm.py"), *two]
+        return call_alone(torchrun, arguments, cwd=EXAMPLES.parent, environment=environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run_agent, (0, 1)):
+            assert done.returncode == 0, done.stderr[-5000:]
+    run_ranks(2, _train, one)
+    assert len(_steps(tmp_path / "two")) == NUM_STEPS
+    assert _steps(tmp_path / "two") == _steps(tmp_path / "one")
+
+
+RESUMED = ["--workers", "2", "--steps", "6", "--checkpoint-every", "2", "--fail-at", "5"]
+
+
+def _ray_worker(config: dict[str, Any]) -> None:
+    """What Ray calls on each worker, on a rank that it did not start."""
+    ray = MagicMock()
+    ray.train.torch.get_device.return_value = torch.device("cpu")
+    sys.modules |= {"ray": ray, "ray.train": ray.train, "ray.train.torch": ray.train.torch}
+    import train_ray
+
+    train_ray.train_worker(config)
+
+
+def _uninterrupted(folder: Path) -> dict[str, Any]:
+    """Metrics of a run that no failure stops."""
+    folder.mkdir()
+    config = {"steps": 6, "checkpoint_every": 2, "fail_at": None, "storage": str(folder)}
+    run_ranks(2, _ray_worker, config)
+    metrics: dict[str, Any] = json.loads((folder / "metrics.json").read_text())
+    assert metrics["step"] == 6 and metrics["resumed_from"] == 0
+    return metrics
+
+
+@pytest.mark.slow  # Ray takes seconds to import.
+def test_a_worker_of_ray_resumes_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but Ray's own processes."""
+    pytest.importorskip("ray.train")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_ray
+
+    class Trainer(train_ray.TorchTrainer):
+        def __init__(self, worker: Any, *, train_loop_config: dict[str, Any], **given: Any) -> None:
+            super().__init__(worker, train_loop_config=train_loop_config, **given)
+            self.config = train_loop_config
+
+        def fit(self) -> None:
+            with pytest.raises(AssertionError, match="asked to fail at step 5"):
+                run_ranks(2, _ray_worker, self.config)
+            run_ranks(2, _ray_worker, self.config)
+
+    monkeypatch.setattr(train_ray, "TorchTrainer", Trainer)
+    resumed = train_ray.run(train_ray.parse([*RESUMED, "--storage", str(tmp_path)]))
+    assert resumed == {**_uninterrupted(tmp_path / "uninterrupted"), "resumed_from": 4}

@@ -1,27 +1,38 @@
 """After an exception in forward or backward the next step equals the one after a clean start; a
-pass that failed changes nothing, and can be run again."""
+pass that failed changes nothing, and can be run again. Models, steps and failed passes leave
+nothing; processes that a rank starts leave it alone."""
 
 import contextlib
+import gc
 import itertools
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3, units
 from layerzero.comm.gloo.messages import Messages
 from layerzero.optim import AdamW
 from layerzero.step.backward import BackwardPass
 from tests.harness.checks import assert_same_on_all_ranks, named
+from tests.harness.compare import assert_same_gradients
 from tests.harness.fault_at import FaultAt, differences, snapshot
-from tests.harness.internals import root_state
+from tests.harness.internals import WaitingGradient, root_state
 from tests.harness.models import WIDTH, Block, Mlp
-from tests.harness.ranks import KeptRanks, on_ranks
+from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.recording import observed
 from tests.harness.reference import own_batch
+from tests.harness.saved_models import train
 
 
 class Fragile(Mlp):
@@ -53,11 +64,6 @@ def fail(model: ZeRO3, loss: torch.Tensor, index: int) -> None:
     with pytest.raises(ValueError, match="told to"):
         loss.backward()
     model.module.fails_at = -1
-
-
-def assert_same_gradients(model: nn.Module, other: nn.Module) -> None:
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert mine.grad is not None and torch.equal(mine.grad, theirs.grad)
 
 
 @on_ranks(2)
@@ -323,3 +329,175 @@ def test_a_pass_may_run_out_of_memory_at_any_operation(
         settings = SETTINGS[place : place + 1]
         (failures, _) = ranks(2, _sweep_all, settings, reentrant, 3, timeout=1800)
         assert failures > 50
+
+
+OPTIONS = (
+    {},
+    {"zero3_size": 1},
+    {"zero3_size": 1, "outer": "replicate"},
+    {"reduction": ReductionPolicy(separate_groups=True)},
+    {"reshard_after_forward": False},
+    {"sync_module_states": True},
+)
+
+
+def trained(options: dict[str, object], steps: int = 2) -> list[float]:
+    """Losses of a model that is gone afterwards."""
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block}, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return train(model, optimizer, steps)
+
+
+def tensor_nbytes() -> int:
+    """Of all storages that a tensor refers to."""
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    tensors = [each for each in tensors if not isinstance(each, WaitingGradient)]  # No memory.
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def what_exists() -> Counter[str]:
+    """Everything that a model could leave behind, apart from memory."""
+    engine = (type(each) for each in gc.get_objects())
+    found = Counter(f"object {t.__name__}" for t in engine if t.__module__.startswith("layerzero."))
+    found["process groups"] = len(dist.distributed_c10d._world.pg_map)
+    found["threads"] = threading.active_count()
+    found["file descriptors"] = len(os.listdir("/proc/self/fd"))
+    found["global module hooks"] = len(torch.nn.modules.module._global_forward_hooks)
+    found["keys of the store"] = dist.distributed_c10d._get_default_store().num_keys()
+    return found
+
+
+@on_ranks(2, fresh=True, timeout=120)
+def test_deleting_a_model_frees_all_at_once() -> None:
+    for _ in range(2):
+        for options in OPTIONS:
+            trained(options)
+    gc.collect()
+    existed = what_exists()
+    gc.disable()
+    for options in OPTIONS:
+        before = tensor_nbytes()
+        trained(options)
+        # At once, and not when garbage is collected.
+        assert tensor_nbytes() == before, options
+        model = ZeRO3(Mlp(2), auto_wrap_policy={Block}, **options)
+        assert tensor_nbytes() > before
+        model(torch.ones(2, WIDTH))  # Units may be full.
+        del model
+        assert tensor_nbytes() == before, options
+    # Threads of waits end a moment after them.
+    for thread in threading.enumerate():
+        if thread.name.startswith("layerzero-"):
+            thread.join(10.0)
+    exists = what_exists()
+    grown = {name: (existed[name], n) for name, n in exists.items() if n > existed[name]}
+    assert not grown, grown
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((WIDTH,), float(index))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@on_ranks(2, timeout=300.0, fresh=True)
+def test_processes_that_a_rank_starts_leave_the_engine_alone(method: str) -> None:
+    # Ranks of the harness are daemons, which Python forbids to have children.
+    multiprocessing.current_process()._config["daemon"] = False
+    expected = trained({}, steps=8)
+    torch.manual_seed(0)
+    model = ZeRO3(Mlp(2), auto_wrap_policy={Block})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = train(model, optimizer, 1)
+    # Each spawned child imports all anew, so there each rank starts one kind of the two.
+    is_first, both = dist.get_rank() == 0, method == "fork"
+    if is_first or both:
+        # It ends as Python does, with its exit handlers.
+        child = multiprocessing.get_context(method).Process(target=time.sleep, args=(0,))
+        child.start()
+    losses += train(model, optimizer, 1, len(losses))
+    if is_first or both:
+        child.join(60.0)
+        assert child.exitcode == 0
+    if not is_first or both:
+        for rows in DataLoader(Rows(), num_workers=1, multiprocessing_context=method):
+            assert rows.shape == (1, WIDTH)
+    losses += train(model, optimizer, 1, len(losses))
+    # As a child of `os.fork` that holds the model, and drops it.
+    pid = os.fork()
+    if pid == 0:
+        del model, optimizer
+        gc.collect()
+        os._exit(0)
+    losses += train(model, optimizer, 1, len(losses))
+    assert os.waitpid(pid, 0)[1] == 0
+    losses += train(model, optimizer, 1, len(losses))
+    assert losses == expected[: len(losses)]
+
+
+def _counts() -> dict[str, int]:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    every = gc.get_objects()
+    return {
+        **{name: n for name, n in what_exists().items() if not name.startswith("object ")},
+        "tensors": sum(isinstance(each, torch.Tensor) for each in every),
+        "bytes of tensors": tensor_nbytes(),
+        "objects": len(every),
+        "resident MB": resident >> 20,
+    }
+
+
+def _trains(num_steps: int) -> list[dict[str, int]]:
+    """Counts after a fifth of the steps, and at the end."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(Block() for _ in range(4)))
+    model = ZeRO3(net, auto_wrap_policy={Block}, on_nonfinite="skip")
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def run(syncs: bool = True, at: int = 0) -> None:
+        x = torch.randn(2, WIDTH, generator=generator)
+        fault = FaultAt(at) if at else contextlib.nullcontext()
+        with fault, contextlib.nullcontext() if syncs else model.no_sync():
+            model(x).square().sum().backward()
+
+    found = []
+    for step in range(num_steps):
+        run(syncs=False)
+        if step % 4 == 0:
+            with pytest.raises(torch.OutOfMemoryError):
+                run(syncs=step % 8 == 0, at=1 + step % 53)
+        if step % 7 == 0:
+            with torch.no_grad():
+                model(torch.zeros(1, WIDTH))
+        run()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (num_steps // 5, num_steps - 1):
+            dist.barrier()
+            found.append(_counts())
+            dist.barrier()
+    return found
+
+
+def _check(found: list[dict[str, int]]) -> dict[str, Any]:
+    before, after = found
+    # A few objects live a little longer; nothing grows with the number of steps.
+    slack = {"objects": 300, "resident MB": 24, "keys of the store": 8, "tensors": 4}
+    slack["bytes of tensors"] = 4096
+    grown = {name: (before[name], after[name]) for name in before}
+    assert all(after[name] <= before[name] + slack.get(name, 0) for name in before), grown
+    return grown
+
+
+def test_steps_and_failed_passes_leave_nothing(pytestconfig: pytest.Config) -> None:
+    num_steps = 2000 if pytestconfig.getoption("--seeds") else 40
+    for rank, found in enumerate(run_ranks(2, _trains, num_steps, timeout=900)):
+        print(f"rank {rank}, {num_steps} steps: {_check(found)}")

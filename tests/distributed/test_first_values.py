@@ -1,7 +1,11 @@
-"""Shard on the meta device, `to_empty`, draw values: what ranks hold is what one process would."""
+"""Modules from the meta device get values: sharded, emptied and drawn, ranks hold what one process
+would; and by a `param_init_fn` of either kind, a load, or a clear refusal."""
 
+import copy
 import functools
 import gc
+import itertools
+import operator
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -18,21 +22,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import layerzero
-from layerzero import OffloadPolicy, ZeRO3, checkpoint, fully_shard
+from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint, fully_shard
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
+from tests.harness.compare import assert_same_values, assert_trains_alike
+from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks
-from tests.harness.reference import full_gradients, full_parameters, on_meta
+from tests.harness.reference import full_gradients, full_parameters, on_meta, seeded
 
-WIDTH = 12
+SIZE = 12
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 3 * WIDTH)
-        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(SIZE)
+        self.up = nn.Linear(SIZE, 3 * SIZE)
+        self.down = nn.Linear(3 * SIZE, SIZE, bias=False)
         self.scale = nn.Parameter(torch.empty(()))
 
     def init_weights(self) -> None:
@@ -51,10 +57,10 @@ class Titan(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.embed = nn.Embedding(37, WIDTH, padding_idx=3)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 37)
-        self.tied = nn.Linear(WIDTH, 37)
+        self.embed = nn.Embedding(37, SIZE, padding_idx=3)
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(SIZE, 37)
+        self.tied = nn.Linear(SIZE, 37)
         self.tied.weight = self.head.weight
         self.register_buffer("table", torch.empty(4), persistent=False)
         self.to(dtype)
@@ -101,7 +107,7 @@ def _by_hand(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _wrapped(model: nn.Module, **options: Any) -> nn.Module:
-    return ZeRO3(model, auto_wrap_policy={Block}, param_init_fn="later", **options)
+    return ZeRO3(model, auto_wrap_policy={Layer}, param_init_fn="later", **options)
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -138,26 +144,29 @@ def test_what_ranks_hold_is_what_one_process_draws() -> None:
 
 
 @on_ranks(2)
-def test_modules_are_emptied_and_drawn_one_after_the_other() -> None:
-    def draw(model: nn.Module, empties: bool) -> None:
+def test_modules_are_emptied_one_after_the_other_and_drawn_in_between_or_later() -> None:
+    def draw(model: nn.Module, empties: bool, later: bool = False) -> None:
         torch.manual_seed(5)
-        for part in model.modules():
-            if callable(getattr(part, "reset_parameters", None)):
-                if empties:
-                    part.to_empty(device="cpu", recurse=False)
+        parts = [p for p in model.modules() if callable(getattr(p, "reset_parameters", None))]
+        for part in parts:
+            if empties:
+                part.to_empty(device="cpu", recurse=False)
+            if not later:
                 part.reset_parameters()
+        for part in parts if later else ():
+            part.reset_parameters()
         for block in model.blocks:
             nn.init.ones_(block.scale)
 
     expected = Titan()
     draw(expected, empties=False)
-    for way, shard in WAYS.items():
+    expected.table = torch.arange(4.0)
+    for (way, shard), later in itertools.product(WAYS.items(), (False, True)):
         module = on_meta(Titan)
-        module.table = torch.arange(4.0)
-        expected.table = module.table
+        module.table = expected.table
         model = shard(module)
-        draw(model, empties=True)
-        assert_bitwise(model(_tokens()), expected(_tokens()), way)
+        draw(model, True, later)
+        assert_bitwise(model(_tokens()), expected(_tokens()), f"{way}, {later}")
 
 
 class Adapted(nn.Module):
@@ -165,9 +174,9 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.adapters = nn.ModuleList(nn.Linear(WIDTH, 1, bias=False) for _ in range(3))
-        self.register_buffer("table", torch.arange(float(WIDTH)), persistent=False)
+        self.base = nn.Linear(SIZE, SIZE)
+        self.adapters = nn.ModuleList(nn.Linear(SIZE, 1, bias=False) for _ in range(3))
+        self.register_buffer("table", torch.arange(float(SIZE)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x) + self.table
@@ -175,43 +184,19 @@ class Adapted(nn.Module):
 
 
 @on_ranks(2)
-def test_modules_of_one_unit_that_are_emptied_in_turn_keep_what_was_drawn() -> None:
-    expected = Adapted()
-    torch.manual_seed(5)
-    expected.base.reset_parameters()
-    for adapter in expected.adapters:
-        adapter.reset_parameters()
-    for draws_late in (False, True):
-        for shard in (fully_shard, lambda module: ZeRO3(module, param_init_fn="later")):
-            model: Any = shard(on_meta(Adapted))
-            torch.manual_seed(5)
-            model.base.to_empty(device="cpu")
-            model.base.reset_parameters()
-            model.table = torch.arange(float(WIDTH))
-            for adapter in model.adapters:
-                adapter.to_empty(device="cpu")
-                if not draws_late:
-                    adapter.reset_parameters()
-            for adapter in model.adapters if draws_late else ():
-                adapter.reset_parameters()
-            batch = torch.arange(24.0).view(2, WIDTH)
-            assert_bitwise(model(batch), expected(batch), f"draws late: {draws_late}")
-
-
-@on_ranks(2)
 def test_a_module_that_is_emptied_again_has_no_value() -> None:
     for find in (lambda model: model.adapters[1], lambda model: model.adapters):
         model: Any = fully_shard(on_meta(Adapted)).to_empty(device="cpu")
-        model.table = torch.arange(float(WIDTH))
+        model.table = torch.arange(float(SIZE))
         for part in (model.base, *model.adapters):
             part.reset_parameters()
         drawn = full_parameters(model)
         model._apply(lambda tensor: torch.empty_like(tensor).copy_(tensor))
         assert_same_parameters(full_parameters(model), drawn)
         find(model).to_empty(device="cpu")
-        assert model.adapters[1].weight.shape == (1, WIDTH)
+        assert model.adapters[1].weight.shape == (1, SIZE)
         with pytest.raises(RuntimeError, match=r"'adapters\..\.weight' has no value yet"):
-            model(torch.zeros(2, WIDTH))
+            model(torch.zeros(2, SIZE))
 
 
 @on_ranks(2)
@@ -348,7 +333,7 @@ def test_tensor_parallel_parameters_are_dtensors_while_values_are_drawn() -> Non
     model = _split(on_meta(Titan), mesh).to_empty(device="cpu")
     up = model.blocks[1].up.weight
     assert isinstance(up, DTensor) and isinstance(up, nn.Parameter)
-    assert up.shape == (3 * WIDTH, WIDTH)
+    assert up.shape == (3 * SIZE, SIZE)
     values = full_parameters(expected)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -406,12 +391,12 @@ def test_what_was_not_drawn_or_was_replaced_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"parameter '\S+' has no value yet"):
         model(_tokens())
     model = _drawn(_emptied())
-    model.head.weight = nn.Parameter(torch.ones(37, WIDTH))
-    model.tied.weight = nn.Parameter(torch.ones(37, WIDTH))
+    model.head.weight = nn.Parameter(torch.ones(37, SIZE))
+    model.tied.weight = nn.Parameter(torch.ones(37, SIZE))
     model(_tokens())  # Other values of the same shape are taken over.
-    assert_bitwise(full_parameters(model)["head.weight"].detach(), torch.ones(37, WIDTH))
+    assert_bitwise(full_parameters(model)["head.weight"].detach(), torch.ones(37, SIZE))
     model = _drawn(_emptied())
-    model.head.weight = nn.Parameter(torch.ones(3, WIDTH))
+    model.head.weight = nn.Parameter(torch.ones(3, SIZE))
     with pytest.raises(RuntimeError, match=r"'head.weight' was replaced or removed after to_empty"):
         model(_tokens())
     model = _drawn(_emptied())
@@ -432,11 +417,279 @@ def test_a_model_with_values_is_emptied_and_drawn_again() -> None:
     model.to_empty(device="cpu")
     with pytest.raises(RuntimeError, match="has no value yet"):
         model(_tokens())
-    # Block by block, as where a pipeline stage draws its own.
+    # Layer by block, as where a pipeline stage draws its own.
     model.table = torch.arange(4.0)
     _drawn(model.to_empty(device="cpu"), seed=2)
     _drawn(model.blocks[1].to_empty(device="cpu"), seed=3)
-    block = _drawn(Block(), seed=3)
+    block = _drawn(Layer(), seed=3)
     found = full_parameters(model)
     for name, value in full_parameters(block).items():
         assert_bitwise(found[f"blocks.1.{name}"], value, name)
+
+
+class Table(nn.Module):
+    """Parameters of its own around a child, and buffers, one of which no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.child = Block()
+        self.register_buffer("offset", torch.empty(WIDTH))
+        self.register_buffer("angles", torch.empty(WIDTH), persistent=False)
+        self.register_buffer("steps", torch.empty((), dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight)
+        nn.init.uniform_(self.offset)
+        nn.init.ones_(self.angles)
+        with torch.no_grad():
+            self.steps.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x @ self.weight) * self.angles + self.offset + self.steps
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Table(), Table()
+        self.head = nn.Linear(WIDTH, 3)
+        self.same = nn.Linear(WIDTH, 3)
+        self.same.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.first(x))
+        return self.head(y) + self.same(y)
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _writes(module: nn.Module) -> None:
+    module.reset_parameters()
+
+
+def _emptying(recurse: bool, always: bool) -> Callable[[nn.Module], None]:
+    """Empties a module, or all inside it too, and resets it: always, or if it finds it on meta."""
+
+    def init(module: nn.Module) -> None:
+        if always or any(t.is_meta for t in (module.parameters() if recurse else _own(module))):
+            module.to_empty(device="cpu", recurse=recurse)
+            module.reset_parameters()
+
+    return init
+
+
+def _replaces(module: nn.Module) -> None:
+    """Draws before it looks; what it drew in vain must not count."""
+    drawn = {name: torch.rand(p.shape) for name, p in module.named_parameters(recurse=False)}
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        if parameter.is_meta:
+            setattr(module, name, nn.Parameter(drawn[name]))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if buffer.is_meta:
+            module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype)
+
+
+def _asserts_meta(module: nn.Module) -> None:
+    assert all(tensor.is_meta for tensor in _own(module)), "written for FSDP"
+    _emptying(recurse=False, always=True)(module)
+
+
+def _fill(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in _own(module):
+            tensor.fill_(0.25)
+
+
+def _reset_in_order(module: nn.Module) -> None:
+    """What an ordinary model's modules are reset to, in their order."""
+    torch.manual_seed(3)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+
+
+@on_ranks(2)
+def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> None:
+    plain = Tables()
+    _reset_in_order(plain)
+    drawn = torch.rand(3)
+    ways = itertools.product((False, True), repeat=2)
+    kinds = (None, _writes, *(_emptying(*way) for way in ways))
+    settings: list[Any] = [None, {Table}, {Table, Block, nn.Linear}]
+    for number, kind in enumerate(kinds):
+        module, calls = on_meta(Tables), []
+
+        def init(part: nn.Module, kind: Any = kind, calls: list[nn.Module] = calls) -> None:
+            calls.append(part)
+            kind(part)
+
+        with_own = [part for part in module.modules() if _own(part)]
+        torch.manual_seed(3)
+        given = None if kind is None else init
+        model = ZeRO3(module, auto_wrap_policy=settings[number % 3], param_init_fn=given)
+        assert [*dict.fromkeys(calls)] == ([] if kind is None else with_own)
+        assert kind is not _writes or calls == with_own
+        assert_bitwise(torch.rand(3), drawn, "the generator afterwards")
+        assert_same_values(model, plain)
+        buffers = dict(model.named_buffers())
+        assert_same_parameters(buffers, dict(plain.named_buffers()), what="buffer")
+        assert model.head.weight is model.same.weight, "still tied"
+    assert_trains_alike(model, plain)
+
+    torch.manual_seed(3)
+    expected = {"weight": torch.rand(3, WIDTH), "bias": torch.rand(3)}
+    torch.manual_seed(3)
+    model = ZeRO3(on_meta(lambda: nn.Linear(WIDTH, 3)), param_init_fn=_replaces)
+    assert_same_parameters(full_parameters(model), expected)
+    ZeRO3(on_meta(), auto_wrap_policy={Block}, param_init_fn=_asserts_meta)
+    for case in (CASES["odd_shapes"], CASES["no_parameters"]):
+        model = ZeRO3(on_meta(case.build), auto_wrap_policy={*case.units}, param_init_fn=_fill)
+        for name, value in [*full_parameters(model).items(), *model.named_buffers()]:
+            assert value.device.type == "cpu" and bool((value == 0.25).all()), name
+
+
+@on_ranks(2)
+def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
+    for always in (False, True):
+        for wraps in (False, True):
+            model = seeded(Tables)
+            model.first.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
+            model.second = on_meta(Table)
+            inside = copy.deepcopy(model.first.child)
+            if wraps:
+                model.first.child = ZeRO3(model.first.child)
+            init = _emptying(recurse=True, always=always)
+            wrapped = ZeRO3(model, auto_wrap_policy={Table}, param_init_fn=init)
+            for name, value in inside.named_parameters():
+                found = full_parameters(wrapped)[f"first.child.{name}"]
+                assert_bitwise(found, value.detach(), f"{always}, {wraps}: {name}")
+            assert all(bool(value.isfinite().all()) for value in full_parameters(wrapped).values())
+
+
+class _Forgets(nn.Linear):
+    """Its reset leaves a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+        self.register_buffer("scale", torch.empty(3))
+
+
+def _nothing(module: nn.Module) -> None:
+    pass
+
+
+def _half(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.view(-1)[1:].fill_(0.5)
+
+
+def _raises(module: nn.Module) -> None:
+    raise KeyError("a table of values")
+
+
+def _on_first_rank(module: nn.Module) -> None:
+    if dist.get_rank() == 0:
+        raise OSError("no such file")
+    _writes(module)
+
+
+_UNWRITTEN = r"left 'weight', 'bias' without a value.*param_init_fn=\"later\""
+
+
+@on_ranks(2)
+def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
+    def refuses(error: type[Exception], pattern: str, build: Any, **options: Any) -> None:
+        with pytest.raises(error, match=pattern):
+            ZeRO3(on_meta(build), **options)
+
+    empties = operator.methodcaller("to_empty", device="cpu", recurse=False)
+    for init in (_nothing, empties, _half):
+        for units in (None, {Block}):
+            pattern = rf"^stem \(Linear\): param_init_fn {_UNWRITTEN}"
+            refuses(ValueError, pattern, Mlp, param_init_fn=init, auto_wrap_policy=units)
+    refuses(
+        ValueError, r"root module \(_Forgets\): its reset_parameters\(\) left 'scale'", _Forgets
+    )
+    refuses(KeyError, "a table of values", Mlp, param_init_fn=_raises)
+    error, pattern = OSError, "no such file"
+    if dist.get_rank() > 0:
+        error, pattern = ValueError, f"rank 0 could not initialise the model: OSError: {pattern}"
+    refuses(error, pattern, Mlp, param_init_fn=_on_first_rank)
+    # Where values come from the first rank, that one alone sees that there are none.
+    pattern = rf"stem \(Linear\): param_init_fn {_UNWRITTEN}"
+    if dist.get_rank() > 0:
+        pattern = f"rank 0 could not initialise the model: ValueError: {pattern}"
+    refuses(ValueError, pattern, Mlp, param_init_fn=_nothing, sync_module_states=True)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(3, device="meta"))
+    refuses(ValueError, "no reset_parameters", lambda: module, sync_module_states=True)
+    ZeRO3(Mlp())  # and ranks are still in step
+
+
+@on_ranks(2)
+def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> None:
+    source = ZeRO3(seeded(Tables), auto_wrap_policy={Table})
+    checkpoint.save(f"{tmp_path}/ours", source)
+    dcp.save(source.state_dict(), checkpoint_id=f"{tmp_path}/torchs")
+    whole = {name: value.clone() for name, value in seeded(Tables).state_dict().items()}
+    x = torch.ones(2, WIDTH)
+    expected = source(x)
+
+    def by_hand(model: ZeRO3) -> None:
+        with torch.no_grad(), model.summon_full_params():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(whole[name])
+        for name, buffer in model.named_buffers():
+            buffer.copy_(dict(source.named_buffers())[name])
+
+    def by_torch(model: ZeRO3) -> None:
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=f"{tmp_path}/torchs")
+        model.load_state_dict(state)
+
+    loads: tuple[Callable[[ZeRO3], object], ...] = (
+        lambda model: checkpoint.load(f"{tmp_path}/ours", model),
+        lambda model: model.load_state_dict(whole),
+        lambda model: checkpoint.set_model_state_dict(model, whole),
+        by_torch,
+        by_hand,
+    )
+    for bring in loads:
+        model = ZeRO3(on_meta(Tables), auto_wrap_policy={Table}, param_init_fn="later")
+        with pytest.raises(RuntimeError, match=r"parameter '\S+' has no value yet.*load"):
+            model(x)
+        bring(model)
+        if bring is not by_hand:
+            with pytest.raises(
+                RuntimeError,
+                match=r"'first.angles', which checkpoints omit, has no.*omit it, write its values",
+            ):
+                model(x)
+            for part in (model.first, model.second):
+                part.angles.fill_(1)
+        assert_bitwise(model(x), expected, "output")
+        assert not model._root_state.has_forward_checks
+    # A buffer that is cast is missed as well.
+    low = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = ZeRO3(on_meta(Tables), param_init_fn="later", mixed_precision=low)
+    model.load_state_dict(whole)
+    with pytest.raises(RuntimeError, match=r"'first.angles', which checkpoints omit, has no"):
+        model(x)
+    # One shard of one parameter, which one rank has, is missing; also where NaNs have few bits.
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, x = seeded(Mlp).to(dtype), x.to(dtype)
+        module = on_meta().to(dtype)
+        model = ZeRO3(module, auto_wrap_policy={Block}, param_init_fn="later")
+        state = plain.state_dict()
+        some = {name: value for name, value in state.items() if name != "blocks.2.down.bias"}
+        model.load_state_dict(some, strict=False)
+        outer = ZeRO3(nn.Sequential(model))
+        with pytest.raises(RuntimeError, match=r"'0.blocks.2.down.bias' has no value yet"):
+            outer(x)
+        outer.module[0].load_state_dict(state)
+        assert_bitwise(outer(x), plain(x), "output")

@@ -359,7 +359,8 @@ def test_a_class_derived_from_parameter_is_kept() -> None:
         assert type(model.weight) is Scaled and model.weight.scale == 0.5
         assert_trains_alike(model, seeded(Uses))
         with model.summon_full_params():
-            assert type(model.weight) is Scaled and model.weight.shape == (WIDTH, WIDTH)
+            assert type(model.weight) is Scaled and model.weight.scale == 0.5
+            assert model.weight.shape == (WIDTH, WIDTH)
     module = on_meta(Uses)
     module.weight = Scaled(torch.empty(WIDTH, WIDTH, device="meta"))
     module.weight.scale, module.table = 2.0, nn.Buffer(torch.empty(2, device="meta"))

@@ -23,10 +23,6 @@ from tests.harness.ranks import on_ranks
 from tests.harness.reference import after_an_evaluation, full_gradients, on_meta, own_batch, seeded
 
 
-def wrapped(build: Callable[[], nn.Module] = Mlp, **options) -> ZeRO3:
-    return zero3(build, **{"auto_wrap_policy": {Block}, **options})
-
-
 class Writes(nn.Module):
     """Changes a parameter in its forward, in one of several ways."""
 
@@ -52,7 +48,7 @@ class Writes(nn.Module):
 
 
 def _writes(how: str, name: str, verb: str) -> None:
-    model = wrapped(lambda: Writes(how), auto_wrap_policy=None)
+    model = zero3(lambda: Writes(how))
     before = [sharded_param.detach().clone() for sharded_param in model.parameters()]
     with pytest.raises(RuntimeError, match=rf"the forward {verb}.*{name!r}.*summon_full_params"):
         model(own_batch())
@@ -65,7 +61,7 @@ def _writes(how: str, name: str, verb: str) -> None:
 
 def _acts_later() -> None:
     """A clamp that leaves all values as they are in the first forwards, of BLIP's temperature."""
-    model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
+    model = zero3(lambda: Writes("in place"))
     with model.summon_full_params(), torch.no_grad():
         model.module.linear.weight.clamp_(-0.01, 0.01)
     for _ in range(2):
@@ -153,14 +149,14 @@ def test_a_parametrization_that_comes_and_goes_in_a_forward_writes_nothing() -> 
 
 @on_ranks(1)
 def test_on_one_rank_parameters_are_whole_and_may_be_changed() -> None:
-    model = wrapped(lambda: Writes("in place"), auto_wrap_policy=None)
+    model = zero3(lambda: Writes("in place"))
     model(own_batch())
     assert model.module.linear.weight.abs().max() <= 0.01
 
 
 @on_ranks(2)
 def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> None:
-    model = wrapped()
+    model = zero3(Mlp, Block)
     kept: list[torch.Tensor] = []
     hook = model.module.stem.register_forward_hook(lambda *each: kept.append(each[2]))
     model(own_batch())
@@ -169,7 +165,7 @@ def test_gradients_that_came_another_way_are_refused_at_the_next_forward() -> No
         model(own_batch())
     hook.remove()
     model(own_batch()).sum().backward()
-    expected = wrapped()
+    expected = zero3(Mlp, Block)
     expected(own_batch()).sum().backward()
     found = full_gradients(model)
     assert_same_parameters(found, full_gradients(expected), what="not what was dropped: gradient")
@@ -183,7 +179,7 @@ def _of_eighths() -> nn.Linear:
 
 
 def _penalty(of: Callable[[Any], Tensor]) -> tuple[list[str], bool]:
-    model, plain = wrapped(_of_eighths), seeded(_of_eighths)  # each rank has a part of the weight
+    model, plain = zero3(_of_eighths), seeded(_of_eighths)  # each rank has a part of the weight
     with recorded_warnings() as told:
         for each, number in itertools.product((model, plain), range(3)):
             penalty = sum(of(p) for p in each.parameters())
@@ -207,7 +203,7 @@ def test_a_penalty_on_shards_that_is_wrong_warns_on_the_first_rank() -> None:
 
 @on_ranks(2)
 def test_gradients_of_shards_with_hooks_warn_of_nothing() -> None:
-    model = wrapped()
+    model = zero3(Mlp, Block)
     for sharded_param in model.parameters():
         sharded_param.register_hook(lambda gradient: gradient * 2)
     with recorded_warnings() as told:
@@ -222,7 +218,7 @@ def _initialised(through_data: bool, options: dict[str, object]) -> list[str]:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(24, 24, bias=place > 0) for place in range(3)))
 
-    model, x = wrapped(build, auto_wrap_policy={nn.Linear}, **options), torch.ones(3, 24)
+    model, x = zero3(build, nn.Linear, **options), torch.ones(3, 24)
     torch.manual_seed(1)
     with mock.patch.object(notices, "_issued", set()), recorded_warnings() as told:
         for module in model.module:
@@ -317,7 +313,7 @@ def test_equal_numbers_are_noticed_whatever_is_drawn_in_which_order() -> None:
 
 @on_ranks(2)
 def test_engines_that_would_mix_up_shards_are_refused() -> None:
-    model = wrapped()
+    model = zero3(Mlp, Block)
     sharded_params = list(model.parameters())
     with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer was given.*torch\.optim\.AdamW"):
         ZeroRedundancyOptimizer(sharded_params, torch.optim.SGD, lr=0.1)
@@ -344,7 +340,7 @@ def test_engines_that_would_mix_up_shards_are_refused() -> None:
 @on_ranks(2)
 def test_the_scaler_of_torch_warns_once() -> None:
     for kind in (torch.amp.GradScaler, layerzero.GradScaler):
-        model = wrapped()
+        model = zero3(Mlp, Block)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = kind("cpu")
         with recorded_warnings() as told:

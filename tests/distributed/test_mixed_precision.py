@@ -1,4 +1,9 @@
-"""Low-precision compute and reduction around main weights in the original dtype."""
+"""Low-precision compute and reduction around main weights in the original dtype; and autocast,
+under which a model trains as in plain torch, whatever passes share one.
+
+Inside a unit's call autocast keeps no casts (Note [A cast belongs to one call] in hooks.py). Where
+a plain model uses a weight several times, it has the same bits with `cache_enabled=False`.
+"""
 
 import contextlib
 import copy
@@ -13,9 +18,17 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
-from tests.harness.checks import assert_bitwise, assert_same_parameters, named
-from tests.harness.compare import sharded, trained_alike, zero3
-from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, tensors_of
+from tests.harness.checks import assert_bitwise, named
+from tests.harness.compare import assert_trains_alike, trained_alike, zero3
+from tests.harness.models import (
+    CASES,
+    WIDTH,
+    Block,
+    Mlp,
+    Transformer,
+    TransformerBlock,
+    loss_of,
+)
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
@@ -24,6 +37,7 @@ from tests.harness.reference import (
     forward_backward,
     full_gradients,
     full_parameters,
+    mlp_batches,
     seeded,
 )
 
@@ -69,12 +83,21 @@ def _cast_around(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, output: output.to(came_in.pop()))
 
 
-def _train(case_name: str, precision: MixedPrecision) -> None:
+def _train(case_name: str, precision: MixedPrecision, **options: Any) -> None:
+    """And evaluate from the weights that training left."""
     case = CASES[case_name]
     batches = batches_of(case, dist.get_world_size(), steps=2)
-    how = {"reference_run": _by_hand(precision), "mixed_precision": precision}
-    with named(case_name, precision):
-        trained_alike(case.build, *case.units, batches=batches, **how)
+    options |= {"reference_run": _by_hand(precision), "mixed_precision": precision}
+    with named(case_name, options):
+        model = trained_alike(case.build, *case.units, batches=batches, **options)
+        plain, batch = seeded(case.build), batches[0][0]
+        plain.load_state_dict(full_parameters(model), strict=False)
+        low = _low_precision_copy(plain, precision)
+        if precision.param_dtype is not None and batch.is_floating_point():
+            batch = batch.to(precision.param_dtype)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                assert_bitwise(model(batch).clone(), low(batch).clone(), "output")
 
 
 _WIDE_SUMS = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
@@ -104,6 +127,7 @@ def test_mixed_precision_trains_bitwise_like_a_loop_by_hand() -> None:
     ):
         for name in names:
             _train(name, precision)
+    _train("transformer", _WIDE_SUMS, layout="rows")
 
 
 @on_ranks(2)
@@ -149,15 +173,16 @@ class _Probe(nn.Module):
 
 def _dtypes(**precision: Any) -> dict[str, torch.dtype]:
     model = zero3(_Probe, mixed_precision=MixedPrecision(**precision))
-    output = model(torch.zeros(2, WIDTH))
+    batch = torch.zeros(2, WIDTH, requires_grad=True)
+    output = model(batch)
     output.sum().backward()
     parameter = next(model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     state = optimizer.state[parameter]["exp_avg"]
-    assert parameter.grad is not None
-    main = {parameter.dtype, parameter.grad.dtype, state.dtype}
-    assert main == {torch.float32}, f"main weights, their gradients or state are {main}"
+    assert parameter.grad is not None and batch.grad is not None
+    main = {parameter.dtype, parameter.grad.dtype, state.dtype, batch.grad.dtype}
+    assert main == {torch.float32}, f"weights, state or gradients, also the input's, are {main}"
     return {**model.module.seen, "output": output.dtype}
 
 
@@ -177,31 +202,6 @@ def test_each_dtype_reaches_what_it_is_for_and_main_weights_stay() -> None:
     wide = {**low, "output": torch.float64}
     assert _dtypes(param_dtype=BF16, output_dtype=torch.float64) == wide
     assert _dtypes(buffer_dtype=torch.float64)["offset"] == torch.float64
-
-
-@on_ranks(2)
-def test_evaluation_computes_in_low_precision_from_main_weights() -> None:
-    case = CASES["transformer"]
-    model = sharded(case, mixed_precision=MixedPrecision(param_dtype=BF16))
-    plain = seeded(case.build)
-    reference = _low_precision_copy(plain, MixedPrecision(param_dtype=BF16))
-    batch = batches_of(case, 1, steps=1)[0][0]
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert_bitwise(model(batch).clone(), reference(batch).clone(), "loss")
-    before = full_parameters(model)
-    assert all(value.dtype == torch.float32 for value in before.values())
-    assert_same_parameters(before, full_parameters(plain))
-
-
-@on_ranks(2)
-def test_a_cast_input_gets_its_gradient_in_its_own_dtype() -> None:
-    model = zero3(Mlp, Block, mixed_precision=MixedPrecision(param_dtype=BF16))
-    batch = torch.randn(2, WIDTH, requires_grad=True)
-    output = model(batch)
-    output.float().sum().backward()
-    assert batch.grad is not None and batch.grad.dtype == torch.float32
-    assert {unsharded.dtype for unsharded in tensors_of(output)} == {BF16}
 
 
 def test_a_bad_dtype_is_refused_with_its_field() -> None:
@@ -273,3 +273,81 @@ def test_buffers_of_ignored_modules_are_not_cast() -> None:
     model = ZeRO3(model, mixed_precision=precision, ignored_modules=[ignored])
     assert model[0].running_mean.dtype == BF16
     assert ignored.running_mean.dtype == ignored.weight.dtype == torch.float32
+
+
+def autocast(model: nn.Module, **options: Any) -> torch.autocast:
+    """The default for a wrapped model; without the cache for the plain one beside it."""
+    defaults = {"dtype": torch.bfloat16, "cache_enabled": isinstance(model, ZeRO3)}
+    return torch.autocast("cpu", **defaults | options)
+
+
+def no_grad_pass_first(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast(model):
+        with torch.no_grad():
+            target = model(x.flip(0))
+        loss = loss_of(model(x) - target)
+    loss.backward()
+    return loss.detach()
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(*_: object) -> None:
+    raise _Stop
+
+
+def after_a_pass_that_fails(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast(model):
+        with pytest.raises(_Stop), model.blocks[1].register_forward_pre_hook(_stop):
+            model(x)
+        losses = []
+        for part in (x, x * 0.5, x.flip(0)):
+            losses.append(loss_of(model(part)))
+            losses[-1].backward()
+    return torch.stack(losses).sum().detach()
+
+
+def with_a_part_in_float32(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast(model):
+        first = model(x)
+        assert torch.is_autocast_cache_enabled() is isinstance(model, ZeRO3), "as before the call"
+        with autocast(model, enabled=False):
+            second = model(x)
+        loss = loss_of(first) + loss_of(second)
+    loss.backward()
+    return loss.detach()
+
+
+def with_another_dtype(model: nn.Module, x: Tensor) -> Tensor:
+    with autocast(model, dtype=torch.float16):
+        loss = loss_of(model(x)) * 16
+        loss.backward()
+    with autocast(model):
+        other = loss_of(model(x))
+        other.backward()
+    return loss.detach() + other.detach()
+
+
+def with_gradients_in_the_forward(model: nn.Module, x: Tensor) -> Tensor:
+    """A penalty on the input's gradient is computed between two forwards."""
+    x = x.clone().requires_grad_()
+    with autocast(model):
+        (slope,) = torch.autograd.grad(loss_of(model(x)), x)
+        loss = loss_of(model(x + slope.detach()))
+    loss.backward()
+    return loss.detach()
+
+
+@on_ranks(2)
+def test_autocasts_inside_each_other_are_bitwise_plain_torch() -> None:
+    for run in (
+        no_grad_pass_first,
+        after_a_pass_that_fails,
+        with_a_part_in_float32,
+        with_another_dtype,
+        with_gradients_in_the_forward,
+    ):
+        with named(run.__name__):
+            assert_trains_alike(zero3(Mlp, Block), seeded(Mlp), mlp_batches(), run=run)

@@ -158,11 +158,7 @@ def _registered_exactly() -> None:
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True))
     shards = [h.main_shard for unit in inner_units(model) for h in unit.handles]
     assert runtime.held == {shard.data_ptr(): shard.nbytes for shard in shards}
-    kept = next(p for p in model.parameters() if p.numel())
     del model, shards
-    gc.collect()
-    assert len(runtime.held) == 1, "of the shard that a parameter still shows"
-    del kept
     gc.collect()
     assert not runtime.held
 

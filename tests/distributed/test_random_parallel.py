@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from layerzero import OffloadPolicy, ParallelManager, ReductionPolicy, ZeRO3, checkpoint
 from layerzero.optim import WholeTensorOptimizer
-from tests.distributed.test_expert_names import LocalExperts
+from tests.distributed.test_checkpoint_splits import LocalExperts
 from tests.distributed.test_experts import (
     EXPERTS,
     WIDTH,

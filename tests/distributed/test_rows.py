@@ -1,5 +1,6 @@
 """`layout="rows"`: sharded parameters keep their shape; all else is as with "elements"."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,43 +9,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.optim import Muon, Optimizer
+from torch.optim import Muon
 
-from layerzero import MixedPrecision, ZeRO3, checkpoint, units
+from layerzero import ZeRO3, units
 from layerzero.flat import flatten
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise, assert_same_parameters
-from tests.harness.compare import sharded
+from tests.harness.compare import assert_trains_alike, sharded, zero3
 from tests.harness.internals import inner_units
-from tests.harness.models import CASES, Case, loss_of
+from tests.harness.models import CASES, Case
 from tests.harness.ranks import KeptRanks, on_ranks
-from tests.harness.reference import full_gradients, full_parameters
+from tests.harness.reference import batches_of, full_parameters, plain, train_rank
+from tests.harness.saved_models import assert_same, everything
 
 Values = dict[str, Any]
-LAYOUTS = ("elements", "rows", "rows(2)")
+LAYOUTS = {"rows": 1, "rows(2)": 2}
+"""And the rows between two borders."""
 MODELS = [CASES[name] for name in ("transformer", "odd_shapes")]
-HALF = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-KINDS: dict[str, Any] = {
-    "torch's AdamW": lambda of: torch.optim.AdamW(of, lr=0.01, foreach=True),
-    "AdamW of bfloat16": lambda of: AdamW(of, lr=0.01, state="bfloat16"),
-}
-
-
-def _batch(case: Case, step: int) -> Any:
-    return case.batch(torch.Generator().manual_seed(10 * step + dist.get_rank()))
-
-
-def _train(model: nn.Module, case: Case, optimizer: Optimizer, steps: int = 2) -> list[Tensor]:
-    """Two micro-batches a step, the first without synchronization."""
-    losses = []
-    for step in range(steps):
-        with model.no_sync():
-            loss_of(model(_batch(case, 100 + step))).backward()
-        losses.append(loss_of(model(_batch(case, step))))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [loss.detach() for loss in losses]
 
 
 def _check_shapes(model: ZeRO3, multiple: int = 1) -> bool:
@@ -65,32 +46,14 @@ def _check_shapes(model: ZeRO3, multiple: int = 1) -> bool:
     return is_cut
 
 
-def _trained(case: Case, own: str, kind: str, **arguments: Any) -> list[Values]:
-    """Losses and parameters, and gradients of one pass more, which the optimizer has not taken."""
-    model = sharded(case, layout=own, **arguments)
-    optimizer = KINDS[kind](model.parameters())
-    losses = _train(model, case, optimizer)
-    assert all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items())
-    loss_of(model(_batch(case, 7))).backward()
-    if own != "elements":
-        is_cut = _check_shapes(model, 2 if own == "rows(2)" else 1)
-        assert is_cut or case.name != "transformer"
-    return [{"losses": torch.stack(losses)}, full_parameters(model), full_gradients(model)]
-
-
 @on_ranks(2)
-def test_training_has_the_bits_of_elements() -> None:
-    torchs, half = "torch's AdamW", {"mixed_precision": HALF}
-    for name, layouts, kind, arguments in (
-        ("transformer", ("rows", "rows(2)"), "AdamW of bfloat16", half),
-        ("mlp", ("rows(2)",), torchs, {}),
-        *((name, ("rows",), torchs, {}) for name in ("odd_shapes", "frozen_parts", "mixed_dtypes")),
-    ):
-        expected = _trained(CASES[name], "elements", kind, **arguments)
-        for own in layouts:
-            found = _trained(CASES[name], own, kind, **arguments)
-            for values, others in zip(found, expected, strict=True):
-                assert_same_parameters(values, others, what=f"{name}, {own}:")
+def test_training_is_bitwise_that_of_one_process_and_pieces_have_whole_rows() -> None:
+    names = ("transformer", "mlp", "odd_shapes", "frozen_parts", "mixed_dtypes")
+    for name, (layout, multiple) in itertools.product(names, LAYOUTS.items()):
+        case = CASES[name]
+        model = sharded(case, layout=layout)
+        assert_trains_alike(model, plain(case), batches_of(case, 2, steps=2), "adamw")
+        assert _check_shapes(model, multiple) or name != "transformer"
 
 
 @on_ranks(2)
@@ -101,32 +64,14 @@ def test_what_is_no_shard_of_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="shape"):
         weight = model.head.weight
         weight.data = weight.data.flatten().clone()
-        model(_batch(CASES["transformer"], 0))
-
-
-def _everything(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    weights = checkpoint.get_model_state_dict(model, full=True)
-    state = checkpoint.get_optimizer_state_dict(model, optimizer, full=True)["state"]
-    return [weights, state]
-
-
-def _assert_same(actual: list[Any], expected: list[Any], what: str) -> None:
-    assert_same_parameters(actual[0], expected[0], what=what)
-    assert actual[1].keys() == expected[1].keys()
-    for name, state in expected[1].items():
-        assert actual[1][name].keys() == state.keys()
-        for key, value in state.items():
-            assert_bitwise(actual[1][name][key], value, f"{what}: {key} of {name}")
-
-
-def _made(case: Case, own: str) -> tuple[ZeRO3, Optimizer]:
-    model = sharded(case, layout=own)
-    return model, KINDS["torch's AdamW"](model.parameters())
+        model(torch.zeros(1, 2, dtype=torch.long))
 
 
 def _parameters_and_state(case: Case) -> tuple[ZeRO3, Values]:
-    model, optimizer = _made(case, "rows")
-    _train(model, case, optimizer, 1)
+    model = sharded(case, layout="rows")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    batches = batches_of(case, dist.get_world_size(), steps=1)
+    train_rank(model, optimizer, batches, dist.get_rank())
     return model, {"model": dict(model.named_parameters()), "optimizer": optimizer.state_dict()}
 
 
@@ -197,21 +142,22 @@ def _two_experts() -> nn.Module:
 
 @on_ranks(2)
 def test_rows_of_other_lengths_may_lie_in_buffers_of_their_own() -> None:
-    case = Case("moe", _two_experts, (Experts,), lambda g: torch.randn(3, 7, generator=g))
+    """With states that are rounded by the place of an element in its parameter."""
+    batches = [[torch.randn(3, 7)] * 2 for _ in range(2)]
     found = []
     for least in (None, 1):
         with pytest.MonkeyPatch.context() as patch:
             if least is not None:
                 patch.setattr(flatten, "_LEAST_SPARED", least)
-            model = sharded(case, layout="elements" if least is None else "rows")
+            model = zero3(_two_experts, Experts, layout="elements" if least is None else "rows")
         counts = [len(unit.handles) for unit in inner_units(model)[1:]]
         assert counts == ([1, 1] if least is None else [3, 3])
-        optimizer = KINDS["torch's AdamW"](model.parameters())
-        _train(model, case, optimizer)
-        if least is not None:
-            assert _check_shapes(model)
-        found.append(_everything(model, optimizer))
-    _assert_same(found[1], found[0], "buffers of their own")
+        optimizer = AdamW(model.parameters(), lr=0.01, state="bfloat16")
+        train_rank(model, optimizer, batches, dist.get_rank())
+        assert all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items())
+        assert least is None or _check_shapes(model)
+        found.append(everything(model, optimizer))
+    assert_same(found[1], found[0], "buffers of their own")
     assert len(units(model)) == 3
 
 
@@ -223,4 +169,4 @@ def test_arguments_are_checked() -> None:
             sharded(case, layout=bad)
 
     with pytest.raises(ValueError, match="arguments differ between ranks"):
-        sharded(case, layout=LAYOUTS[dist.get_rank()])
+        sharded(case, layout=["elements", "rows"][dist.get_rank()])

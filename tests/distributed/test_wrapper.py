@@ -195,15 +195,12 @@ def test_registered_methods_gather_parameters_and_have_gradients() -> None:
     assert torch.equal(model.generate(tokens, count=2), plain.generate(tokens, count=2))
     with torch.inference_mode():
         assert_bitwise(model.logits(tokens).clone(), plain.logits(tokens).clone(), "logits")
-    for each in (model, plain):
-        each.encode(tokens).square().sum().backward()
-    assert_same_gradients(model, plain)
-    for each in (model, plain):
-        each.zero_grad()
-        each.logits(tokens).square().sum().backward()
-    assert_same_gradients(model, plain)
-    for each in (model, plain):
-        each.zero_grad()
+    for name in ("encode", "logits"):
+        for each in (model, plain):
+            getattr(each, name)(tokens).square().sum().backward()
+        assert_same_gradients(model, plain)
+        for each in (model, plain):
+            each.zero_grad()
     batches = batches_of(CASES["transformer"], dist.get_world_size(), steps=2)
     assert_trains_alike(model, plain, batches)
 
