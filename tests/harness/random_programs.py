@@ -578,6 +578,20 @@ class Run:
         shape = (self._world, 2, WIDTH)
         return list(torch.randn(shape, generator=self._generator, dtype=self._dtype))
 
+    def _of_both(self) -> Iterator[tuple[Any, Tensor, float]]:
+        """The model with its own batch, then the twin with every rank's, in turn; and what a loss
+        is divided by."""
+        batches = self._batches()
+        yield self._model, batches[self._rank], self._own_divisor
+        for batch in batches:
+            yield self._twin, batch, self._divisor
+
+    def _end_step(self) -> None:
+        """Of an action that trains by itself."""
+        self._run_optimizers()
+        self._compare()
+        self._zero_grad()
+
     @contextlib.contextmanager
     def _no_sync(self, waits: bool) -> Iterator[None]:
         if not waits:
@@ -644,10 +658,8 @@ class Run:
                 getattr(self, f"_{between}")()
         if waits and count > 1 and isinstance(self._model, ZeRO3) and self.rng.random() < 0.2:
             with self._no_sync(True):
-                batches = self._batches()
-                self._pass(self._model, [batches[self._rank]], "one", self._own_divisor)
-            for each in batches:
-                self._pass(self._twin, [each], "one", self._divisor)
+                for model, batch, divisor in self._of_both():
+                    self._pass(model, [batch], "one", divisor)
             self._model.reduce_gradients()
         self._clip()
         self._run_optimizers()
@@ -872,34 +884,22 @@ class Run:
         if not names or self._steps_in_backward:
             return
         name = self.rng.choice(names)
-        batches = self._batches()
         self.log.append(("part", name))
-        own = dict(self._model.named_modules())[name](batches[self._rank])
-        _backward(own, self._own_divisor)
-        for batch in batches:
-            _backward(self._twin.get_submodule(name)(batch), self._divisor)
-        self._run_optimizers()
-        self._compare()
-        self._zero_grad()
+        for model, batch, divisor in self._of_both():
+            _backward(dict(model.named_modules())[name](batch), divisor)
+        self._end_step()
 
     def _retain(self) -> None:
         """Two backwards of one graph."""
         if self._steps_in_backward or self._is_sloped:
             return
-        batches = self._batches()
         Branches.uses_all = True
-        for model, own, divisor in (
-            (self._model, [batches[self._rank]], self._own_divisor),
-            (self._twin, batches, self._divisor),
-        ):
-            for batch in own:
-                loss = model(batch).square().mean() / divisor
-                if loss.requires_grad:
-                    loss.backward(retain_graph=True)
-                    loss.backward()
-        self._run_optimizers()
-        self._compare()
-        self._zero_grad()
+        for model, batch, divisor in self._of_both():
+            loss = model(batch).square().mean() / divisor
+            if loss.requires_grad:
+                loss.backward(retain_graph=True)
+                loss.backward()
+        self._end_step()
 
     def _input_gradient(self) -> None:
         """Of the batch alone, as for saliency; the parameters get none."""
@@ -917,20 +917,13 @@ class Run:
         """The gradient with regard to the batch is part of the loss, or all of it."""
         if self._steps_in_backward or any(_way_of(m) in _ONCE for m in self._twin.modules()):
             return
-        batches, Branches.uses_all = self._batches(), True
-        is_alone = self.rng.random() < 0.5
-        for model, own, divisor in (
-            (self._model, [batches[self._rank]], self._own_divisor),
-            (self._twin, batches, self._divisor),
-        ):
-            for batch in own:
-                batch = batch.clone().requires_grad_()
-                output = model(batch)
-                (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
-                _backward(slope if is_alone else output + slope, divisor)
-        self._run_optimizers()
-        self._compare()
-        self._zero_grad()
+        Branches.uses_all, is_alone = True, self.rng.random() < 0.5
+        for model, batch, divisor in self._of_both():
+            batch = batch.clone().requires_grad_()
+            output = model(batch)
+            (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+            _backward(slope if is_alone else output + slope, divisor)
+        self._end_step()
 
     def _second_model(self) -> None:
         """Another engine with the same weights: a teacher, a judge, an encoder, or its equal."""
@@ -950,14 +943,11 @@ class Run:
         for _ in range(2):
             way = rng.choice(["teacher", "judge", "encoder", "beside"])
             self.log.append(("second", way, is_frozen, settings))
-            batches = self._batches()
-            _backward(_of_both(way, self._model, other, batches[self._rank]), self._own_divisor)
-            for batch in batches:
-                _backward(_of_both(way, self._twin, twin, batch), self._divisor)
+            for model, batch, divisor in self._of_both():
+                second = other if model is self._model else twin
+                _backward(_together(way, model, second, batch), divisor)
             self._compare_gradients_of(other, twin)
-            self._run_optimizers()
-            self._compare()
-            self._zero_grad()
+            self._end_step()
             full = checkpoint.get_model_state_dict(self._model, full=True)
             other.load_state_dict(full)
             twin.load_state_dict(self._twin.state_dict())
@@ -1221,7 +1211,7 @@ _ONCE = ("without gradients", "reentrant")
 """Ways that have no gradient with regard to the batch, or no second one."""
 
 
-def _of_both(way: str, own: Any, other: Any, batch: Tensor) -> Tensor:
+def _together(way: str, own: Any, other: Any, batch: Tensor) -> Tensor:
     if way == "teacher":
         with torch.no_grad():
             target = other(batch)
