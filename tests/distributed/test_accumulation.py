@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import GradScaler, MixedPrecision, ZeRO3
+from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_gradients, linears, zero3
-from tests.harness.internals import WaitingGradient
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, gradient_nbytes, recorded_operations

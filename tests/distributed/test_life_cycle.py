@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from layerzero import ReductionPolicy, ZeRO3
 from layerzero.optim import AdamW
+from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.fault_at import FaultAt
-from tests.harness.internals import WaitingGradient
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import on_ranks, run_ranks
 

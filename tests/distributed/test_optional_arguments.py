@@ -19,8 +19,8 @@ from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import regions_of
 from tests.harness.reference import seeded
-from tests.harness.regions import regions_of
 
 
 class Tower(nn.Module):

@@ -18,10 +18,10 @@ from layerzero import (
     shard_with_plan,
     units,
 )
-from layerzero.step.unit import ShardState
+from layerzero.step.unit import ShardState, Unit
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import zero3
-from tests.harness.internals import Unit, root_state
+from tests.harness.internals import root_state
 from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, observed, recorded_operations

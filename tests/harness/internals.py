@@ -7,19 +7,8 @@ from torch import nn
 
 from layerzero.flat.assigned import move
 from layerzero.model_functions import ordered_units
-from layerzero.optim.waiting_gradients import WaitingGradient
-from layerzero.state_dict.awaited_values import check_first_forward
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit
-
-__all__ = [
-    "Unit",
-    "WaitingGradient",
-    "check_first_forward",
-    "inner_units",
-    "move_shards",
-    "root_state",
-]
 
 
 def inner_units(model: nn.Module) -> list[Unit]:

@@ -25,8 +25,7 @@ from tests.harness.checks import assert_close_in_float64, assert_same_parameters
 from tests.harness.internals import inner_units
 from tests.harness.models import Block
 from tests.harness.ranks import float64_by_default, on_ranks, run_ranks
-from tests.harness.recording import recorded_operations, reduced
-from tests.harness.regions import recorded_regions
+from tests.harness.recording import recorded_operations, recorded_regions, reduced
 from tests.integrations.trainers import (
     NUM_BATCHES,
     RANKS,

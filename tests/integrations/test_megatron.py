@@ -27,8 +27,7 @@ from layerzero.optim.waiting_gradients import WaitingGradient
 from layerzero.step.unit import ShardState
 from tests.harness.checks import of_floats
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.recording import gathered, observed, recorded_operations
-from tests.harness.regions import recorded_regions
+from tests.harness.recording import gathered, observed, recorded_operations, recorded_regions
 
 pytest.importorskip("megatron.core")
 

@@ -27,8 +27,8 @@ def only_exit(step: Step, code: int | None, output: str, folder: Path) -> Outcom
     return Outcome(step.name, "ok" if code == 0 else "failed", [f"exit status {code}"])
 
 
-def run_one(command: list[str], read=only_exit, limit_s: float = 60.0, **more) -> Outcome:
-    step = Step("a step", "something", SUSPECT, command, limit_s, read, **more)
+def run_one(command: list[str], read=only_exit, **more) -> Outcome:
+    step = Step("a step", "something", SUSPECT, command, 60.0, read, **more)
     (outcome,) = run_in_turn([step], time.monotonic() + 100)
     return outcome
 
