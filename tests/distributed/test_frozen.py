@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layerzero import OffloadPolicy, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
+from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import (
     assert_same_values,
@@ -22,7 +23,6 @@ from tests.harness.compare import (
     trained_alike,
     zero3,
 )
-from tests.harness.internals import WaitingGradient
 from tests.harness.models import (
     WIDTH,
     Block,

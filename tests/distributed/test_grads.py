@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import layerzero
 from layerzero import GradScaler, MixedPrecision, ZeRO3
+from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.distributed.test_fully_shard import by_blocks
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named
 from tests.harness.compare import (
@@ -25,7 +26,6 @@ from tests.harness.compare import (
     trained_alike,
     zero3,
 )
-from tests.harness.internals import WaitingGradient
 from tests.harness.models import (
     CASES,
     WIDTH,

@@ -29,8 +29,8 @@ from tests.harness.checks import assert_close_in_float64, named, of_floats, reco
 from tests.harness.models import Block, Mlp, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
+from tests.harness.recording import counted_exchanges
 from tests.harness.reference import full_parameters, on_meta, seeded
-from tests.harness.regions import counted_exchanges
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 

@@ -29,9 +29,8 @@ from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import recorded_operations
+from tests.harness.recording import counted_exchanges, recorded_operations, regions_of
 from tests.harness.reference import added, full_gradients, seeded
-from tests.harness.regions import counted_exchanges, regions_of
 from tests.harness.simulated_device import simulated_device
 from tests.harness.traffic import SentBytes
 

@@ -25,9 +25,8 @@ from tests.harness.internals import inner_units, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.plan_models import Model
 from tests.harness.ranks import on_ranks
-from tests.harness.recording import full_nbytes, gathered, recorded_operations
+from tests.harness.recording import full_nbytes, gathered, recorded_operations, recorded_regions
 from tests.harness.reference import mlp_batches, seeded, train_rank
-from tests.harness.regions import recorded_regions
 
 
 def batch() -> Tensor:

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import MixedPrecision, ZeRO3, optim, register_forward_method
+from layerzero.state_dict.awaited_values import check_first_forward
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_gradients, assert_trains_alike, zero3
-from tests.harness.internals import check_first_forward, move_shards, root_state
+from tests.harness.internals import move_shards, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, seeded

@@ -202,7 +202,7 @@ def check_steps(on_cpu: bool) -> list[Step]:
         text = "nothing differs from the replica"
         name = "the mirror, and what a CPU can run of the rest"
         return [_tests(name, 240, text, FIRST_RUN, "tests/distributed/test_mirror.py")]
-    pack, mirror, memory = (f"tests/gpu/test_{name}.py" for name in ("pack", "mirror", "memory"))
+    pack, mirror, scenes = (f"tests/gpu/test_{name}.py" for name in ("pack", "mirror", "scenes"))
     same = "nothing differs from the replica"
     pool = "nothing differs, no illegal access"
     return [
@@ -215,14 +215,14 @@ def check_steps(on_cpu: bool) -> list[Step]:
             STREAMS,
             *(mirror, "-k", "missing"),
         ),
-        _tests("memory of expandable segments", 110, pool, STREAMS, memory, "-k", "expandable"),
-        _tests("memory of cudaMallocAsync", 110, pool, STREAMS, memory, "-k", "cudaMallocAsync"),
+        _tests("memory of expandable segments", 110, pool, STREAMS, scenes, "-k", "expandable"),
+        _tests("memory of cudaMallocAsync", 110, pool, STREAMS, scenes, "-k", "cudaMallocAsync"),
         _tests(
             "a steady step",
             110,
             "no cudaMalloc; the stream is busy when the step returns",
             PROFILE,
-            *(memory, "-k", "steady"),
+            *(scenes, "-k", "steady"),
         ),
         _tests("uses", 110, "the losses of plain torch", PROFILE, "tests/gpu/test_uses.py"),
         _tests("graphs", 160, "the bits of eager steps", STREAMS, "tests/gpu/test_capture.py"),
@@ -232,19 +232,19 @@ def check_steps(on_cpu: bool) -> list[Step]:
             100,
             "values; no work on the current stream; abort returns; a stuck stream is reported",
             STREAMS,
-            "tests/gpu/test_nccl_alone.py",
+            *(scenes, "-k", "nccl"),
         ),
         _tests(
             "two ranks of NCCL on one GPU",
             100,
             "the bits of plain training; NCCL may refuse",
             STREAMS,
-            "tests/gpu/test_two_ranks.py",
+            *(scenes, "-k", "two_ranks"),
         ),
         _tests(
             "packing, memcheck", 100, "0 errors", PACK, pack, "-k", SANITIZED, sanitizer="memcheck"
         ),
-        _tests("use after free, memcheck", 100, "0 errors", STREAMS, memory, "-k", "sanitizer"),
+        _tests("use after free, memcheck", 100, "0 errors", STREAMS, scenes, "-k", "sanitizer"),
     ]
 
 

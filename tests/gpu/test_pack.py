@@ -170,29 +170,9 @@ def test_the_sum_may_replace_one_of_its_parts(cuda: torch.device, dtype: torch.d
         assert_same_bits(on_device[index].cpu(), expected)
 
 
-def test_kernels_run_on_the_current_stream(cuda: torch.device) -> None:
-    """The values arrive late on that stream: a kernel on another one would not wait for them."""
-    segs = concatenate([10_000, 7], multiple=64)
-    srcs = [torch.zeros(10_000, device=cuda), torch.zeros(7, device=cuda)]
-    out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)
-    total = torch.empty(10_000, device=cuda)
-    pack_(out, srcs, segs)
-    ordered_sum_(total, srcs[:1])
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-        for src in srcs:
-            src.fill_(2)
-        pack_(out, srcs, segs)
-        ordered_sum_(total, [srcs[0], srcs[0]])
-    stream.synchronize()
-    assert (out[:10_007] == 2).all() and (out[10_007:] == 0).all()
-    assert (total == 4).all()
-
-
 @pytest.mark.parametrize("count", [9, 2000, 4001])
 def test_kernels_are_captured_and_replayed(cuda: torch.device, count: int) -> None:
+    """On another stream than the current one they would be in no graph, or end the capture."""
     srcs = small_tensors(count, torch.float32, cuda)
     segs = concatenate([src.numel() for src in srcs], alignment=16, multiple=64)
     out = torch.empty(segs.numel, dtype=torch.bfloat16, device=cuda)

@@ -87,14 +87,25 @@ def _backward(model: ZeRO3, x: Tensor) -> Tensor:
     return loss
 
 
-def _step_of(model: ZeRO3, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+def _step_of(
+    model: ZeRO3, optimizer: torch.optim.Optimizer, then: Callable[[], object] = lambda: None
+) -> Callable[[Tensor], Tensor]:
     def step(x: Tensor) -> Tensor:
         loss = _backward(model, x)
         optimizer.step()
+        then()
         optimizer.zero_grad()
         return loss
 
     return step
+
+
+def _waiting(model: ZeRO3) -> Tensor:
+    """What a forward returned, whose backward is to come."""
+    output = model(_batch()).sum()
+    for unit in units(model):
+        unit.reshard()  # The last one, which waits for the backward.
+    return output
 
 
 class _Descent(torch.optim.Optimizer):
@@ -171,9 +182,7 @@ def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tenso
     for number in range(steps):
         found.append(train(_batch()))
         if number == 6:
-            older = model(_batch()).sum()
-            for unit in units(model):
-                unit.reshard()  # The last one, which waits for the backward.
+            older = _waiting(model)
             found.append(train(_batch()))
             try:
                 older.backward()
@@ -253,9 +262,7 @@ def train_and_evaluate(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     found = []
     for number in range(steps):
         found.append(train(_batch()))
-        older = model(_batch()).sum()
-        for unit in units(model):
-            unit.reshard()  # The last one, which waits for the backward.
+        older = _waiting(model)
         found.append(look(_batch()))
         older.backward()
         found += [p.grad.sum() for p in model.parameters() if p.grad is not None]
@@ -278,15 +285,7 @@ def errors_in_recordings(
     def fail(*_: Any) -> None:
         raise ArithmeticError
 
-    def step(x: Tensor) -> Tensor:
-        loss = _backward(model, x)
-        optimizer.step()
-        if fails_late:
-            fail()
-        optimizer.zero_grad()
-        return loss
-
-    train, found = wrap(step, SAMPLE), []
+    train, found = wrap(_step_of(model, optimizer, lambda: fails_late and fail()), SAMPLE), []
     hooks = {3: fail, 4: lambda module, args, output: output.register_hook(fail) and None}
     for number in range(steps):
         fails_late = number == late
@@ -343,9 +342,7 @@ def _dropped(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return forward(F.dropout(x, 0.3))
 
 
-_EITHER: list[Program] = [
-    *(capturable_adamw, train_and_evaluate, two_towers, recomputation_and_dropout),
-]
+_EITHER = (capturable_adamw, train_and_evaluate, two_towers, recomputation_and_dropout)
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import ZeRO3
+from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import (
     assert_bitwise,
     assert_close_in_float64,
@@ -19,7 +20,6 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
-from tests.harness.internals import WaitingGradient
 from tests.harness.models import CASES, Case
 from tests.harness.reference import (
     OPTIMIZERS,

@@ -20,7 +20,7 @@ _start_after = FinishingStream.start_after
 
 
 class FaultAt(TorchDispatchMode):
-    """Raises `error` before operation number `at` of this thread, counted from 1, or before the
+    """Runs out of memory before operation number `at` of this thread, counted from 1, or before the
     first one of the name `at`.
 
     Messages do not count: what fails in one is a failed collective.
@@ -30,11 +30,10 @@ class FaultAt(TorchDispatchMode):
     begins here if `at` is even, and always there if it is odd.
     """
 
-    def __init__(self, at: int | str, error: type[BaseException] = torch.OutOfMemoryError) -> None:
+    def __init__(self, at: int | str) -> None:
         super().__init__()
         self.count = 0
         self._at = at
-        self._error = error
         self._starts: Any = None
 
     def __enter__(self) -> FaultAt:
@@ -53,7 +52,7 @@ class FaultAt(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += "c10d" not in func.namespace
         if self._at in (self.count, str(func)) and "c10d" not in func.namespace:
-            raise self._error(f"out of memory, it says, at operation {self._at} ({func})")
+            raise torch.OutOfMemoryError(f"at operation {self._at} ({func})")
         return func(*args, **(kwargs or {}))
 
 

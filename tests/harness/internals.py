@@ -6,20 +6,9 @@ import torch
 from torch import nn
 
 from layerzero.module_tree.conversions import move
-from layerzero.optim.waiting_gradients import WaitingGradient
-from layerzero.state_dict.awaited_values import check_first_forward
 from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import Unit, get_unit
 from layerzero.wrapping.units import ordered_units
-
-__all__ = [
-    "Unit",
-    "WaitingGradient",
-    "check_first_forward",
-    "inner_units",
-    "move_shards",
-    "root_state",
-]
 
 
 def inner_units(model: nn.Module) -> list[Unit]:

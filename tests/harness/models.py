@@ -145,10 +145,10 @@ class Transformer(nn.Module):
 class TiedBlock(nn.Module):
     """Two layers of one block share their weight."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(width, width)
-        self.second = nn.Linear(width, width)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,14 +195,13 @@ class SharedModule(nn.Module):
 class RepeatedModule(nn.Module):
     """One block called several times in a forward, with another one between."""
 
-    def __init__(self, times: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.times = times
         self.block = Block()
         self.between = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
+        for _ in range(3):
             x = self.between(self.block(x))
         return self.block(x)
 
@@ -225,11 +224,11 @@ class Routed(nn.Module):
 class Adapter(nn.Module):
     """A frozen layer with a small trainable correction beside it, in one unit."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.low = nn.Linear(width, 2, bias=False)
-        self.high = nn.Linear(2, width, bias=False)
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.low = nn.Linear(WIDTH, 2, bias=False)
+        self.high = nn.Linear(2, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.base(x) + self.high(self.low(x)))
@@ -252,11 +251,11 @@ class FrozenParts(nn.Module):
 class MixedDtypeBlock(nn.Module):
     """float32, float64 and bfloat16 parameters in one unit, the last ones frozen."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.in32 = nn.Linear(width, width)
-        self.in64 = nn.Linear(width, width, dtype=torch.float64)
-        self.in16 = nn.Linear(width, width, dtype=torch.bfloat16).requires_grad_(False)
+        self.in32 = nn.Linear(WIDTH, WIDTH)
+        self.in64 = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.in16 = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.in32(x))
@@ -272,12 +271,12 @@ class MixedDtypes(Stack):
 class OddShapesBlock(nn.Module):
     """A scalar, an empty, a transposed, a strided and a single-element parameter."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.empty(0, width))
-        self.transposed = nn.Parameter(torch.randn(7, width).t() / 3)
-        self.strided = nn.Parameter(torch.randn(7, 2 * width)[:, ::2] / 3)
+        self.empty = nn.Parameter(torch.empty(0, WIDTH))
+        self.transposed = nn.Parameter(torch.randn(7, WIDTH).t() / 3)
+        self.strided = nn.Parameter(torch.randn(7, 2 * WIDTH)[:, ::2] / 3)
         self.single = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:

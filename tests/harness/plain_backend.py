@@ -3,7 +3,6 @@
 The engine treats it as it treats NCCL: the backend's verbs, matched by order alone, and a watchdog.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,11 +16,8 @@ def _create(options: object, _: object) -> dist.Backend:
     )
 
 
-def make_plain_group(
-    timeout: timedelta, parts: Sequence[Sequence[int]] | None = None
-) -> dist.ProcessGroup:
-    """All ranks, or this rank's one of `parts`, as a group with the backend "plain". Collective."""
+def make_plain_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks as a group with the backend "plain". Collective."""
     if PLAIN.upper() not in dist.Backend.__dict__:
         dist.Backend.register_backend(PLAIN, _create, extended_api=True, devices=["cpu"])
-    groups = [dist.new_group(ranks, timeout, PLAIN) for ranks in parts or [None]]
-    return next(group for group in groups if isinstance(group, dist.ProcessGroup))
+    return dist.new_group(None, timeout, PLAIN)

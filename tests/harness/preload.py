@@ -4,29 +4,18 @@ Only imports: an operator run here could start threads, which a fork does not co
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 MODULES = (
-    "numpy",
-    "pytest",
-    "torch",
     "torch._dynamo",  # torch.optim imports it at the first step
-    "torch.distributed",
-    "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.utils.checkpoint",
-    "tests.harness.checks",
     "tests.harness.compare",
-    "tests.harness.models",
-    "tests.harness.ranks",
-    "tests.harness.reference",
     "tests.harness.traffic",
     "layerzero",
 )
@@ -66,33 +55,3 @@ with contextlib.suppress(Exception):
 # imported here that took longer than most tests.
 gc.collect()
 gc.freeze()
-
-_COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1; the mmap module does not name it
-_HUGE_NBYTES = 2 << 20
-
-
-def _huge_pages() -> Iterator[int]:
-    """Addresses of the anonymous memory that fills whole huge pages."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, access, _, _, _, *name = line.split(maxsplit=5)
-        first, end = (int(address, 16) for address in span.split("-"))
-        if access == "rw-p" and name in ([], ["[heap]"]):
-            yield from range(
-                -(-first // _HUGE_NBYTES) * _HUGE_NBYTES, end - _HUGE_NBYTES + 1, _HUGE_NBYTES
-            )
-
-
-def _gather_in_huge_pages() -> None:
-    """Put the memory of the imports into huge pages, where the system can.
-
-    A fork copies one entry for each page, and the end of a rank takes each back. Of pages of 4 KB
-    they are a hundred thousand, and took two fifths of the processor time of an empty rank.
-    """
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for address in _huge_pages():
-        libc.madvise(address, _HUGE_NBYTES, _COLLAPSE)
-
-
-with contextlib.suppress(OSError, AttributeError):
-    _gather_in_huge_pages()

@@ -51,6 +51,7 @@ from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
 from tests.harness.random_models import WIDTH, Branches, Tied, on_meta, random_model
 from tests.harness.ranks import of_all_ranks
+from tests.harness.reference import full_gradients
 
 STEPS = 6
 Rng = random.Random
@@ -578,6 +579,20 @@ class Run:
         shape = (self._world, 2, WIDTH)
         return list(torch.randn(shape, generator=self._generator, dtype=self._dtype))
 
+    def _of_both(self) -> Iterator[tuple[Any, Tensor, float]]:
+        """The model with its own batch, then the twin with every rank's, in turn; and what a loss
+        is divided by."""
+        batches = self._batches()
+        yield self._model, batches[self._rank], self._own_divisor
+        for batch in batches:
+            yield self._twin, batch, self._divisor
+
+    def _end_step(self) -> None:
+        """Of an action that trains by itself."""
+        self._run_optimizers()
+        self._compare()
+        self._zero_grad()
+
     @contextlib.contextmanager
     def _no_sync(self, waits: bool) -> Iterator[None]:
         if not waits:
@@ -644,10 +659,8 @@ class Run:
                 getattr(self, f"_{between}")()
         if waits and count > 1 and isinstance(self._model, ZeRO3) and self.rng.random() < 0.2:
             with self._no_sync(True):
-                batches = self._batches()
-                self._pass(self._model, [batches[self._rank]], "one", self._own_divisor)
-            for each in batches:
-                self._pass(self._twin, [each], "one", self._divisor)
+                for model, batch, divisor in self._of_both():
+                    self._pass(model, [batch], "one", divisor)
             self._model.reduce_gradients()
         self._clip()
         self._run_optimizers()
@@ -872,34 +885,22 @@ class Run:
         if not names or self._steps_in_backward:
             return
         name = self.rng.choice(names)
-        batches = self._batches()
         self.log.append(("part", name))
-        own = dict(self._model.named_modules())[name](batches[self._rank])
-        _backward(own, self._own_divisor)
-        for batch in batches:
-            _backward(self._twin.get_submodule(name)(batch), self._divisor)
-        self._run_optimizers()
-        self._compare()
-        self._zero_grad()
+        for model, batch, divisor in self._of_both():
+            _backward(dict(model.named_modules())[name](batch), divisor)
+        self._end_step()
 
     def _retain(self) -> None:
         """Two backwards of one graph."""
         if self._steps_in_backward or self._is_sloped:
             return
-        batches = self._batches()
         Branches.uses_all = True
-        for model, own, divisor in (
-            (self._model, [batches[self._rank]], self._own_divisor),
-            (self._twin, batches, self._divisor),
-        ):
-            for batch in own:
-                loss = model(batch).square().mean() / divisor
-                if loss.requires_grad:
-                    loss.backward(retain_graph=True)
-                    loss.backward()
-        self._run_optimizers()
-        self._compare()
-        self._zero_grad()
+        for model, batch, divisor in self._of_both():
+            loss = model(batch).square().mean() / divisor
+            if loss.requires_grad:
+                loss.backward(retain_graph=True)
+                loss.backward()
+        self._end_step()
 
     def _input_gradient(self) -> None:
         """Of the batch alone, as for saliency; the parameters get none."""
@@ -917,20 +918,13 @@ class Run:
         """The gradient with regard to the batch is part of the loss, or all of it."""
         if self._steps_in_backward or any(_way_of(m) in _ONCE for m in self._twin.modules()):
             return
-        batches, Branches.uses_all = self._batches(), True
-        is_alone = self.rng.random() < 0.5
-        for model, own, divisor in (
-            (self._model, [batches[self._rank]], self._own_divisor),
-            (self._twin, batches, self._divisor),
-        ):
-            for batch in own:
-                batch = batch.clone().requires_grad_()
-                output = model(batch)
-                (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
-                _backward(slope if is_alone else output + slope, divisor)
-        self._run_optimizers()
-        self._compare()
-        self._zero_grad()
+        Branches.uses_all, is_alone = True, self.rng.random() < 0.5
+        for model, batch, divisor in self._of_both():
+            batch = batch.clone().requires_grad_()
+            output = model(batch)
+            (slope,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+            _backward(slope if is_alone else output + slope, divisor)
+        self._end_step()
 
     def _second_model(self) -> None:
         """Another engine with the same weights: a teacher, a judge, an encoder, or its equal."""
@@ -950,14 +944,11 @@ class Run:
         for _ in range(2):
             way = rng.choice(["teacher", "judge", "encoder", "beside"])
             self.log.append(("second", way, is_frozen, settings))
-            batches = self._batches()
-            _backward(_of_both(way, self._model, other, batches[self._rank]), self._own_divisor)
-            for batch in batches:
-                _backward(_of_both(way, self._twin, twin, batch), self._divisor)
+            for model, batch, divisor in self._of_both():
+                second = other if model is self._model else twin
+                _backward(_together(way, model, second, batch), divisor)
             self._compare_gradients_of(other, twin)
-            self._run_optimizers()
-            self._compare()
-            self._zero_grad()
+            self._end_step()
             full = checkpoint.get_model_state_dict(self._model, full=True)
             other.load_state_dict(full)
             twin.load_state_dict(self._twin.state_dict())
@@ -966,13 +957,12 @@ class Run:
 
     def _compare_gradients_of(self, other: ZeRO3, twin: nn.Module) -> None:
         scale = 1.0 if self._is_mean else 1.0 / self._world
-        with other.summon_full_params(writeback=False, with_grads=True):
-            for (name, p), q in zip(other.named_parameters(), twin.parameters(), strict=True):
-                if p.grad is None or q.grad is None:
-                    assert not any(g.any() for g in (p.grad, q.grad) if g is not None), name
-                else:
-                    grad = p.grad * self._own_divisor
-                    assert_close_in_float64(grad, q.grad * scale, name)
+        own = full_gradients(other).items()
+        for (name, grad), q in zip(own, twin.parameters(), strict=True):
+            if grad is None or q.grad is None:
+                assert not any(g.any() for g in (grad, q.grad) if g is not None), name
+            else:
+                assert_close_in_float64(grad * self._own_divisor, q.grad * scale, name)
 
     def _join(self) -> None:
         """Steps, and micro-batches of a step, of which a rank has fewer, and passes of a rank that
@@ -1080,15 +1070,11 @@ class Run:
         recomputes = {"recomputed", "reentrant"} & {*map(_way_of, self._twin.modules())}
         # What is recomputed reads the weights of then, as with plain `checkpoint`.
         if raised == [False, True] and not (self._hooked or self._scaled or recomputes):
-            for (name, p), other in zip(self._full(), before.parameters(), strict=True):
-                if other.grad is not None and p is not None:
-                    assert_close_in_float64(p, other.grad * self._world, name)
+            own = full_gradients(self._model).items()
+            for (name, gradient), other in zip(own, before.parameters(), strict=True):
+                if other.grad is not None and gradient is not None:
+                    assert_close_in_float64(gradient, other.grad * self._world, name)
         self._zero_grad()
-
-    def _full(self) -> list[tuple[str, Tensor | None]]:
-        with self._model.summon_full_params(writeback=False, with_grads=True):
-            pairs = self._model.named_parameters()
-            return [(name, None if p.grad is None else p.grad.clone()) for name, p in pairs]
 
     def _spoil(self) -> None:
         """What changes a parameter is refused; undone, it has done no harm."""
@@ -1221,7 +1207,7 @@ _ONCE = ("without gradients", "reentrant")
 """Ways that have no gradient with regard to the batch, or no second one."""
 
 
-def _of_both(way: str, own: Any, other: Any, batch: Tensor) -> Tensor:
+def _together(way: str, own: Any, other: Any, batch: Tensor) -> Tensor:
     if way == "teacher":
         with torch.no_grad():
             target = other(batch)

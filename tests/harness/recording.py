@@ -1,4 +1,5 @@
-"""What an engine did: its collectives in order, what it logged, and which full buffers exist."""
+"""What an engine did: its collectives in order, what it logged, which full buffers exist, and the
+regions of its optional units."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -6,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from layerzero import ZeRO3
+from layerzero import ZeRO3, zero3
 from layerzero.comm.pending import Operation
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.placement import ShardGroup
+from layerzero.optional.exchange import Exchange
+from layerzero.step.root import RootState
 from tests.harness.internals import inner_units, root_state
 
 
@@ -109,3 +112,31 @@ def gradient_nbytes(model: ZeRO3) -> dict[str, int]:
         )
         for unit in inner_units(model)
     }
+
+
+Regions = tuple[dict[str, str], str] | None
+"""The region of each optional unit by FQN, and the mean; None: no rank may skip any."""
+
+
+def regions_of(root: RootState) -> Regions:
+    optional = root.optional
+    if optional is None:
+        return None
+    by_fqn = {root.units[index].fqn: name for index, name in optional.region_of.items()}
+    return by_fqn, optional.mean
+
+
+@contextmanager
+def recorded_regions() -> Iterator[list[Regions]]:
+    """Inside, the regions of each model that is wrapped are added to the list that this yields."""
+    found: list[Regions] = []
+    with observed(zero3, "build", after=lambda root, *_: found.append(regions_of(root))):
+        yield found
+
+
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """Bytes that this rank brings to each exchange inside."""
+    sizes: list[int] = []
+    with observed(Exchange, "_gather", lambda _, own, what: sizes.append(own.nbytes)):
+        yield sizes

@@ -66,11 +66,9 @@ def own_batch(number: int = 0, rows: int = 3) -> Tensor:
     return torch.randn(rows, WIDTH, generator=generator)
 
 
-def micro_batches_of(
-    case: Case, world_size: int, steps: int, count: int, seed: int = 0
-) -> list[list[list[Any]]]:
+def micro_batches_of(case: Case, world_size: int, steps: int, count: int) -> list[list[list[Any]]]:
     """Batches as [step][rank][micro-batch]."""
-    each = batches_of(case, world_size * count, steps, seed)
+    each = batches_of(case, world_size * count, steps)
     return [[step[i : i + count] for i in range(0, len(step), count)] for step in each]
 
 

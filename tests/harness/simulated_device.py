@@ -38,11 +38,11 @@ from layerzero.comm import collectives
 from layerzero.comm.streams import DeviceStream, Streams
 from layerzero.flat.gradients import GradientBuffer
 from layerzero.flat.host_memory import HostMemory
+from layerzero.optim.waiting_gradients import WaitingGradient
 from layerzero.step import root
 from layerzero.step.context import RuntimeContext
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
-from tests.harness.internals import WaitingGradient
 from tests.harness.recording import observed
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name

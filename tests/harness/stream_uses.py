@@ -67,11 +67,16 @@ def clipping(model: ZeRO3) -> None:
     train(model, 1)
 
 
+@torch.no_grad()
+def _halve(model: ZeRO3) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
 def summoning(model: ZeRO3) -> None:
     train(model, 1)
-    with model.summon_full_params(), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    with model.summon_full_params():
+        _halve(model)
     train(model, 2)
 
 
@@ -135,9 +140,7 @@ def optimizing_after_a_forward(model: ZeRO3) -> None:
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             model(torch.randn(3, WIDTH))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
+        _halve(model)
     train(model, 1)
 
 
@@ -177,9 +180,7 @@ def unused_gathers(model: ZeRO3) -> None:
     train(model, 1)
     model.unshard(async_op=True)
     model.reshard()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    _halve(model)
     train(model, 1)
 
 

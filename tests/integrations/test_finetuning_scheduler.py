@@ -31,7 +31,7 @@ from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_close_in_float64, assert_same_parameters
 from tests.harness.internals import inner_units, root_state
 from tests.harness.ranks import float64_by_default, on_ranks, run_ranks
-from tests.integrations.test_lightning_parallel import loader, styles
+from tests.integrations.test_lightning import loader, styles
 from tests.integrations.trainers import (
     RANKS,
     REPOSITORY,

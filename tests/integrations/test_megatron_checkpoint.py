@@ -35,7 +35,7 @@ from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megat
 from megatron.core.transformer.module import Float16Module
 
 from layerzero import MixedPrecision, ZeRO3, checkpoint
-from layerzero.checkpoint import CheckpointError, get_optimizer_state_dict
+from layerzero.checkpoint import CheckpointError
 from layerzero.integrations.megatron import ZeRO3DataParallel, ZeRO3Optimizer, get_zero3_optimizer
 from layerzero.integrations.megatron.several import SeveralOptimizers
 from layerzero.integrations.megatron_checkpoint import (
@@ -49,7 +49,7 @@ from layerzero.optim import WholeTensorOptimizer
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import full_nbytes, recorded_operations
 from tests.harness.reference import full_parameters
-from tests.harness.saved_models import assert_same_state
+from tests.harness.saved_models import assert_same_state, values_and_states
 from tests.harness.traffic import SentBytes
 from tests.integrations.megatron_ranks import (
     batch,
@@ -95,13 +95,8 @@ def _resume(
 
 def _everything(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and state of the optimizer, by names among all experts."""
-    weights = checkpoint.get_model_state_dict(model, full=True)
-    return {**_tensors(weights), **_moments(model, optimizer)}
-
-
-def _moments(model: ZeRO3, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = get_optimizer_state_dict(model, optimizer, full=True)["state"]
-    return {f"{name}/{key}": v for name, own in state.items() for key, v in own.items()}
+    weights, moments = values_and_states(model, optimizer)
+    return {**_tensors(weights), **moments}
 
 
 def _with_experts(seed: int) -> GPTModel:
@@ -281,7 +276,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
             model = zero3(gpt(**options))
             optimizer = make(model)
             train(model, optimizer, range(steps))
-            parameters, moments = full_parameters(model), _moments(model, optimizer)
+            parameters, moments = full_parameters(model), values_and_states(model, optimizer)[1]
             folder = _folder(root, f"{make.__name__} {steps}")
             saving = loading = None
             if make is _sgd:
@@ -298,7 +293,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> N
                 _resume(resumed, again, folder, loading)
                 assert_same_state(full_parameters(resumed), parameters)
                 if steps:
-                    assert_same_state(_moments(resumed, again), moments)
+                    assert_same_state(values_and_states(resumed, again)[1], moments)
                 assert train(resumed, again, range(steps, steps + 2)) == losses
 
 
@@ -400,9 +395,9 @@ def test_sixteen_bit_models_load_with_the_float32_weights_of_their_optimizer(
             assert_same_state(_without_prefix(full_parameters(model)), _narrowed(main))
             assert load_main_parameters(model, folder)
             assert_same_state(_without_prefix(full_parameters(model)), main)
-            moments = _without_prefix(_moments(model, optimizer))
-            assert_same_state({name: moments[f"{name}/exp_avg"] for name in main}, average)
-            assert {float(v) for name, v in moments.items() if name.endswith("/step")} == {2.0}
+            moments = _without_prefix(values_and_states(model, optimizer)[1])
+            assert_same_state({name: moments[f"{name}: exp_avg"] for name in main}, average)
+            assert {float(v) for name, v in moments.items() if name.endswith(": step")} == {2.0}
             train(model, optimizer, range(2, 3))
 
         folder = _folder(root, "back")

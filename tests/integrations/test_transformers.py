@@ -32,8 +32,7 @@ from tests.harness.checks import (
 from tests.harness.hugging_face import in_default_dtype
 from tests.harness.internals import inner_units
 from tests.harness.ranks import on_ranks, run_ranks
-from tests.harness.recording import recorded_operations, reduced
-from tests.harness.regions import recorded_regions
+from tests.harness.recording import recorded_operations, recorded_regions, reduced
 
 pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")

@@ -1,7 +1,5 @@
 """The CUDA kernels' bodies, every thread of them run on the CPU under the address sanitizer."""
 
-import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "csrc"
-BUILD = SOURCES.parent / "build" / "emulation"
 PROGRAM = Path(__file__).with_name("emulate.cpp")
 STEP_PROGRAM = Path(__file__).with_name("emulate_step.cpp")
 
@@ -33,36 +30,7 @@ def has_sanitizers(folder: Path) -> bool:
     return not subprocess.run(command, capture_output=True).returncode
 
 
-@pytest.fixture
-def sanitizers(tmp_path: Path) -> None:
-    if not has_sanitizers(tmp_path):
-        pytest.skip("no g++ with sanitizers on this machine")
-
-
-def build(source: Path) -> Path:
-    """The program; kept for the next run of the tests with these sources, flags and compiler."""
-    digest = hashlib.sha256(repr(COMPILE).encode())
-    digest.update(subprocess.check_output(["g++", "--version"]))
-    for path in (source, *sorted(path for path in SOURCES.rglob("*") if path.is_file())):
-        digest.update(path.read_bytes())
-    program = BUILD / f"{source.stem}-{digest.hexdigest()[:16]}"
-    if not program.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        for outdated in BUILD.glob(f"{source.stem}-*"):
-            outdated.unlink(missing_ok=True)
-        unfinished = program.with_name(f"{program.name}.{os.getpid()}")
-        compiled = subprocess.run(
-            [*COMPILE, f"-I{SOURCES / 'cuda'}", str(source), "-o", str(unfinished)],
-            capture_output=True,
-            text=True,
-        )
-        assert compiled.returncode == 0, compiled.stderr
-        unfinished.replace(program)
-    return program
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("sanitizers")
 @pytest.mark.parametrize(
     ("program", "counted", "least"),
     [
@@ -77,9 +45,15 @@ def build(source: Path) -> Path:
     ids=["kernels", "a step"],
 )
 def test_every_thread_stays_in_bounds_and_is_right(
-    program: Path, counted: str, least: tuple[int, ...]
+    program: Path, counted: str, least: tuple[int, ...], tmp_path: Path
 ) -> None:
-    done = subprocess.run([str(build(program))], capture_output=True, text=True, timeout=300)
+    if not has_sanitizers(tmp_path):
+        pytest.skip("no g++ with sanitizers on this machine")
+    built = tmp_path / "program"
+    command = [*COMPILE, f"-I{SOURCES / 'cuda'}", str(program), "-o", str(built)]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    done = subprocess.run([str(built)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     counts = re.search(counted, done.stdout)
     assert counts, done.stdout

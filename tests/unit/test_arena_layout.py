@@ -34,8 +34,8 @@ def visit(unit: int) -> Event:
     return Event("visit", unit)
 
 
-def take(buffer: int, is_behind: bool = False) -> Event:
-    return Event("take", buffer, is_behind)
+def take(buffer: int) -> Event:
+    return Event("take", buffer, False)
 
 
 def give(buffer: int) -> Event:
@@ -142,25 +142,6 @@ def test_orders_share_takes_until_they_differ_and_then_have_places_of_their_own(
     assert prune(roots, nbytes) == 4 and prune(roots, {0, 1}) == 2
 
 
-def test_prefetching_starts_gathers_earlier() -> None:
-    policy = prefetching(sized([1] * 4, root=1), 1, 1)
-    forward, backward = (with_prefetch(each, policy).events for each in chain(range(4)))
-    assert forward == [
-        *(take(ROOT), take(0), take(1)),
-        *(give(0), take(2), give(1), take(3), give(2)),
-    ]
-    assert backward[:3] == [take(2, True), give(3), take(INPUTS + 3)]
-    assert backward[3:7] == [take(1, True), give(2), give(INPUTS + 3), take(INPUTS + 2)]
-
-
-def test_gathers_that_another_order_predicted_are_left_out() -> None:
-    """0 2, in a pass that prefetched by 0 1 2."""
-    policy = prefetching(sized([1] * 3, root=1), 1, 1)
-    predicted = [visit(0), take(0), take(1), give(0), visit(2), take(2), give(2), give(1)]
-    found = with_prefetch(Pass(None, {}, predicted), policy).events
-    assert found == [take(0), take(2), give(0), give(2)]
-
-
 @pytest.mark.parametrize("limit", [{"max_units": 3}, {"max_nbytes": 3 * MB}])
 def test_prefetching_heeds_the_limit(limit: dict[str, float]) -> None:
     nbytes, forward = sized([MB] * 6, root=MB), chain(range(6))[0]
@@ -168,16 +149,3 @@ def test_prefetching_heeds_the_limit(limit: dict[str, float]) -> None:
     assert demand([limited], nbytes, {}).peak == 3 * MB
     unlimited = with_prefetch(forward, prefetching(nbytes, 4, 1))
     assert demand([unlimited], nbytes, {}).peak == 6 * MB
-
-
-def test_what_is_taken_behind_reductions_shares_their_inputs_place() -> None:
-    nbytes = {0: MB, 1: MB, INPUTS: MB}
-    events = [take(INPUTS), take(0), take(1, is_behind=True), give(0), give(INPUTS)]
-    needs = demand([Pass(1, {}, events)], nbytes, {}, {INPUTS})
-    _, between, behind = needs.unplaced
-    assert needs.conflicts[behind] == {between} and needs.peak == 2 * MB
-    # A sum that waits since an earlier pass waits on.
-    waits = Take()
-    needs = demand([Pass(1, {INPUTS: waits}, events[1:])], nbytes, {}, {INPUTS})
-    between, behind = needs.unplaced
-    assert needs.conflicts[behind] == {between, waits} and needs.peak == 3 * MB

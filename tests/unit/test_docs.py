@@ -1,4 +1,5 @@
-"""What pages and docstrings name exists: paths, members of classes, Notes, links; Python compiles.
+"""What pages and docstrings name exists: paths, members of classes, Notes, links; Python compiles;
+and measured figures are those of the committed results.
 
 Each check is a function of a text that returns what it does not find. `SEEDED` has a mistake that
 it must find.
@@ -227,6 +228,39 @@ def broken_links(text: str, page: str) -> list[str]:
     return broken
 
 
+NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)"
+
+
+def cited_results(paragraph: str) -> list[str]:
+    """The result pages that it links to, or whose benchmark it names."""
+    linked = re.findall(r"results/(\w+)\.md", paragraph)
+    written = tuple(f"{each}_" for each in re.findall(r"bench_(\w+)\.py", paragraph))
+    stems = {name: Path(name).stem for name in RESULTS}
+    return [name for name, stem in stems.items() if stem in linked or stem.startswith(written)]
+
+
+def unknown_figures(text: str) -> list[str]:
+    """Decimal numbers and percentages of a paragraph, item or table row that cites results, which
+    none of these has, rounded or not. A row that says "same run" cites those of the row above."""
+    unknown, results = [], list[str]()
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-|*] )", text):
+        if "| same run |" not in paragraph:
+            results = cited_results(paragraph)
+        pages = [(REPOSITORY / name).read_text() for name in results]
+        measured = [float(number) for page in pages for number in re.findall(NUMBER, page)]
+        prose = re.sub(r"`[^`]*`", "", paragraph)  # commands and their options
+        for figure, percent in re.findall(rf"({NUMBER})([ \u00a0]?%)?", prose if pages else ""):
+            digits = len(figure.partition(".")[2])
+            meant = [(float(figure), digits)] if percent or digits else []
+            if percent:  # 1.4 % of a step: the page may have 1.4 %, 0.014 or 1.014
+                meant += [(float(figure) / 100 + one, digits + 2) for one in (0, 1)]
+            bounds = [(number, 0.5 * 10**-places + 1e-9) for number, places in meant]
+            near = (abs(value - number) <= most for value in measured for number, most in bounds)
+            if bounds and not any(near):
+                unknown.append(figure)
+    return unknown
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     index = (DOCS / "README.md").read_text()
     listed = {os.path.normpath(f"docs/{path}") for path in re.findall(r"\]\(([^)#]+\.md)", index)}
@@ -277,6 +311,7 @@ CHECKS = {
     missing_notes: [*SOURCES, *PAGES],
     broken_python: PAGES,
     missing_texts: [name for name in CURRENT if name.startswith("docs/howto/")],
+    unknown_figures: [name for name in CURRENT if name == "README.md" or name.startswith("docs/")],
 }
 """Check of a text -> pages and sources in which it must find nothing."""
 CHECKS_BY_PLACE = {long_code: CURRENT, broken_links: [*PAGES, *RESULTS]}
@@ -318,6 +353,12 @@ SEEDED = [
         missing_texts,
         '| "the model changed after wrapping" | x |\n| ValueError: `2 ducks in a row` | y |\n',
         ["2 ducks in a row"],
+    ),
+    (
+        unknown_figures,
+        "0.12345 of the time, not 0.6 ([table](results/step_xeon2_202611.md)), nor 98.7654 %\n\n"
+        "0.12346\n| step | 0.12347 | `benchmarks/bench_step.py` |\n| peak | 0.12348 | same run |",
+        ["0.12345", "98.7654", "0.12347", "0.12348"],
     ),
     (
         functools.partial(broken_links, page="docs/page.md"),

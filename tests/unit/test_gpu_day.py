@@ -1,10 +1,8 @@
 """The driver of the first GPU run reports every way in which a step can end, and always ends."""
 
-import functools
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,18 +25,10 @@ def only_exit(step: Step, code: int | None, output: str, folder: Path) -> Outcom
     return Outcome(step.name, "ok" if code == 0 else "failed", [f"exit status {code}"])
 
 
-def run_one(command: list[str], read=only_exit, limit_s: float = 60.0, **more) -> Outcome:
-    step = Step("a step", "something", SUSPECT, command, limit_s, read, **more)
+def run_one(command: list[str], read=only_exit, **more) -> Outcome:
+    step = Step("a step", "something", SUSPECT, command, 60.0, read, **more)
     (outcome,) = run_in_turn([step], time.monotonic() + 100)
     return outcome
-
-
-@pytest.fixture(scope="module")
-def asked_once() -> Iterator[None]:
-    """What the machine is: the process that finds out needs torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(day, "in_process", functools.cache(day.in_process))
-        yield
 
 
 def test_a_step_that_fails_names_its_suspect_and_shows_its_output() -> None:
@@ -146,7 +136,6 @@ def test_every_measure_that_is_off_names_a_page_that_exists() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.usefixtures("asked_once")
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, capsys) -> None:
     assert day.main(["--out", str(tmp_path)]) == 2
     lines = capsys.readouterr().out.splitlines()
@@ -166,7 +155,6 @@ def test_every_step_names_a_page_and_files_that_exist(on_cpu: bool, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("asked_once")
 def test_the_result_is_written_twice_into_each_folder(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert day.main(["--cpu", "--only", "ceilings", "--out", str(tmp_path / "build")]) == 0

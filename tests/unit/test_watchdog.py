@@ -29,6 +29,10 @@ CPU = torch.device("cpu")
 TIMEOUT = timedelta(milliseconds=20)
 
 
+def nccl_group(timeout: timedelta) -> ShardGroup:
+    return ShardGroup(None, 0, (0, 1), "nccl", timeout)
+
+
 class Event:
     def __init__(self) -> None:
         self.happened = False
@@ -73,8 +77,7 @@ def dog(monkeypatch: pytest.MonkeyPatch) -> Dog:
     monkeypatch.setattr(
         watchdog, "diagnose", lambda name, *_: CollectiveError(f"{name} stands still")
     )
-    group = ShardGroup(None, 0, (0, 1), "nccl", TIMEOUT)
-    return Dog(group)
+    return Dog(nccl_group(TIMEOUT))
 
 
 def look_for_longer_than_the_timeout(dog: Dog) -> None:
@@ -178,45 +181,32 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
     return module
 
 
-def make_dog(record_event: Callable[[], Any]) -> Watchdog:
-    group = ShardGroup(None, 0, (0, 1), "nccl", timedelta(seconds=60))
-    return Watchdog(group, DEVICE, record_event, lambda: (record_event(),), lambda _: None, None)
-
-
-def is_idle(dog: Watchdog) -> bool:
-    return not dog.issued and not dog._in_flight
-
-
-def started_gather(dog: Watchdog) -> None:
-    pending = Pending(Operation("all-started_gather", "a", 1, dog), dog._group, 8)
-    dog.issued.append(pending)
-    pending.start(lambda: None)
-    pending.wait()
-
-
 def test_the_thread_queries_on_the_models_device_and_destroys_no_event(
     module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver({})
     monkeypatch.setattr(events, "_driver", lambda: driver)
-    stream = Stream(module)
-    pool = EventPool()
-    dog = make_dog(functools.partial(pool.record, stream))
+    stream, pool = Stream(module), EventPool()
+    record, group = functools.partial(pool.record, stream), nccl_group(timedelta(seconds=60))
+    dog = Watchdog(group, DEVICE, record, lambda record=record: (record(),), print, None)
     for _ in range(20):
-        started_gather(dog)
-        wait_until(is_idle, dog)
+        pending = Pending(Operation("all-gather", "a", 1, dog), group, 8)
+        dog.issued.append(pending)
+        pending.start(lambda: None)
+        pending.wait()
+        wait_until(lambda dog: not dog.issued and not dog._in_flight, dog)
     assert set(QueriedEvent.queried_on) == {3}
     assert set(driver.modes) == {(1, "layerzero-watchdog")}, "it leaves captures of others alone"
     # The last reference may be gone a moment after the watchdog's list is empty.
     assert stream.num_made <= 4
     thread = dog._thread
     assert thread is not None
-    del dog
+    del dog, pending
     gc.collect()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert QueriedEvent.destroyed_by == []
-    del pool
+    del pool, record
     gc.collect()
     assert set(QueriedEvent.destroyed_by) == {"MainThread"}
 
@@ -230,8 +220,7 @@ def test_a_pool_without_capacity_records_no_event_again(module: Module) -> None:
 
 
 class Owner:
-    def __init__(self) -> None:
-        self.checks = 0
+    checks = 0
 
 
 def test_an_error_of_a_check_is_logged_once_and_does_not_end_the_thread(
