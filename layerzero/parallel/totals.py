@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_small
 from layerzero.comm.pending import Operation
@@ -68,19 +67,10 @@ class Totals:
 
 @remembers_failure
 @torch.no_grad()
-def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor | None]) -> None:
-    """Broadcast the first rank's values: one message for each dtype along each axis.
-
-    Collective over the model's ranks; blocks the host.
-    """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for buffer in buffers:
-        if buffer is not None:
-            by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
-    for dtype, alike in by_dtype.items():
-        flat = _flatten_dense_tensors([buffer.to(root.device) for buffer in alike])
-        name = f"buffers in {dtype}".replace("torch.", "")
-        broadcast_from_first(
-            flat, root.groups, partial(root.operations.next, "synchronisation", name)
-        )
-        torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))
+def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor]) -> None:
+    """Broadcast the first rank's values, one after the other. Collective over the model's ranks;
+    blocks the host."""
+    name = partial(root.operations.next, "synchronisation", "buffers")
+    for local in map(local_of, buffers):
+        value = local.to(root.device).contiguous()
+        local.copy_(broadcast_from_first(value, root.groups, name))
