@@ -30,12 +30,8 @@ class Totals:
         groups: Sequence[ShardGroup],
         other_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        """
-        Args:
-            root: a model on this rank; its timeouts apply.
-            groups: groups of this model, such as `Placement.norm_groups`.
-            other_groups: further axes, such as tensor- and pipeline-parallel ranks.
-        """
+        """`root`: a model on this rank, whose timeouts apply. `groups`: of this model. Others are
+        further axes, such as tensor- and pipeline-parallel ranks."""
         timeout = groups[0].timeout if groups else None
         made = [make_shard_group(group, root.device, timeout) for group in other_groups]
         for group in made:
@@ -44,14 +40,8 @@ class Totals:
         self._num_operations = 0
 
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """`own` of every rank along each axis: [ranks of the last group, ..., *shape].
-
-        Args:
-            name: name of the operation in errors.
-
-        Raises:
-            CollectiveError: a rank did not take part within the timeout.
-        """
+        """`own` of every rank along each axis: [ranks of the last group, ..., *shape]. `name`: of
+        the operation in errors."""
         return gather_along(own, self._groups, lambda group: self._operation(name))
 
     def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
