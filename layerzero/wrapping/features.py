@@ -38,12 +38,7 @@ _OF_EXPERTS = {"process_group", "expert_numbers"}
 
 def checked(module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
     """The arguments of `ZeRO3`, checked, for a module that was unwrapped if its wrapper is gone.
-
-    Collective over the model's ranks only where there was such a wrapper.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `ZeRO3`.
-    """
+    Collective over the model's ranks only where there was such a wrapper."""
     arguments = check_arguments(to_arguments(given, unknown))
     resolve_process_groups(arguments.process_group)  # Raises if there is none.
     if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
@@ -60,13 +55,7 @@ def find_features(
     everyone: tuple[int, ...],
 ) -> list[Feature]:
     """The features that decide on which ranks units are, if all units can be. Not collective.
-
-    Args:
-        everyone: the ranks that share the model.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: an argument of a feature is wrong, or a unit.
-    """
+    `everyone`: the ranks that share the model."""
     refuse(module, units)
     if given.memory_budget is not None:
         from layerzero.memory_budget.learner import refuse_what_it_chooses
