@@ -370,14 +370,8 @@ class SavePlan:
         del self._entries  # The tensors of a background save are copies, which need no others.
 
     def manifest(self, step: int, tallies: Sequence[Sequence[Tally]]) -> Manifest:
-        """Check that everything was written, and combine the checksums.
-
-        Args:
-            tallies: of each rank.
-
-        Raises:
-            CheckpointError: some bytes of a tensor were written by no rank, or by two.
-        """
+        """Check that each byte was written by one rank, and combine the checksums. `tallies`: of
+        each rank."""
         sums = sum_tallies(tallies)
         crcs: dict[str, dict[str, int]] = {}
         records: dict[str, FileRecord] = {}

@@ -185,14 +185,8 @@ def _tensors_of(
 
 
 def _read_head(path: Path, manifest: Manifest) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors of a safetensors file, and its metadata.
-
-    Args:
-        manifest: of the checkpoint that it is part of, to compare it with, if that lists it.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of a later format, or not as it was written.
-    """
+    """The tensors of a safetensors file, and its metadata. `manifest`: of the checkpoint that it is
+    part of, to compare it with, if that lists it."""
     record = manifest.files.get(path.name)
     nbytes = _size_of(path, record)
     try:

@@ -53,16 +53,7 @@ class Experts(Feature):
         """Find the experts, and give those with `expert_numbers` global names. Not collective.
 
         Units inside an expert unit are experts as well. A unit whose group has all ranks of the
-        model is not an expert.
-
-        Args:
-            everyone: the ranks that share the model.
-
-        Raises:
-            ValueError, TypeError: a group is invalid or has ranks outside the model's; an expert's
-                parameter is tied to one of another group; an expert's DTensor is not sharded over
-                ranks outside its group; `expert_numbers` do not fit.
-            NotImplementedError: both experts and other units have DTensors.
+        model is not an expert. `everyone`: those ranks.
         """
         self._plans = plans
         self.groups = _find_groups(plans, everyone)
@@ -85,12 +76,7 @@ class Experts(Feature):
     def place(
         self, placement: Placement, make: Callable[..., Placement], device: torch.device
     ) -> dict[int, Placement]:
-        """Check which rank has which experts, and place them; name them globally in state dicts.
-
-        Raises:
-            ValueError: on every rank: ranks of one expert-data group have experts of different
-                names, or two groups have experts of the same name.
-        """
+        """Check which rank has which experts, and place them; name them globally in state dicts."""
         if not all(isinstance(group, Ranks) for group in self.groups.values()):
             self._check(placement, device)
         for module, numbers in self._lists.values():
@@ -207,11 +193,7 @@ def _check_dtensors(plan: UnitPlan, ranks: Sequence[int]) -> None:
 
 def _find_lists(root: nn.Module, plans: Sequence[UnitPlan]) -> dict[str, tuple[nn.Module, Numbers]]:
     """Modules, such as ModuleLists, whose members have local numbers (`expert_numbers`), by name,
-    with the global numbers; gives the parameters inside global names.
-
-    Raises:
-        ValueError, TypeError: `expert_numbers` is malformed or does not fit the modules.
-    """
+    with the global numbers; gives the parameters inside global names."""
     found: dict[str, tuple[nn.Module, Numbers]] = {}
     for plan in plans:
         declaring = next(

@@ -61,14 +61,14 @@ def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) ->
     given |= {name: tuple(given[name]) for name in _LISTS}
     given |= {"module": module, "process_group": None, "device": _CPU}
     given = to_arguments(given, unknown)
-    _checked(given, world_size)
     _refuse_unplanned(module, given, device)
     if given["auto_wrap_policy"] is not None:
         ignored = (given[name] for name in _LISTS)
         chooser = make_chooser(given["auto_wrap_policy"], module, *ignored)
         given["auto_wrap_policy"] = _with_ranks(chooser)
     copied, given = _hollow_copy(module, given)
-    checked = _checked(given, world_size)
+    checked = check_arguments(given)
+    check_sizes([_planned_group(0, range(world_size), "gloo")], checked.zero3_size)
     plan = plan_wrapping(copied, checked, find_features, tuple(range(world_size)))
     return Prepared(copied, plan, checked, world_size, device)
 
@@ -148,12 +148,6 @@ def topology_of(prepared: Prepared, rank: int) -> Topology:
             for axis in axes
         ),
     )
-
-
-def _checked(given: dict[str, Any], world_size: int) -> Arguments:
-    arguments = check_arguments(given)
-    check_sizes([_planned_group(0, range(world_size), "gloo")], arguments.zero3_size)
-    return arguments
 
 
 def _device(device: object) -> torch.device:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from layerzero.comm.exchanges import gather_along, gather_texts
+from layerzero.comm.exchanges import gather_bytes
 from layerzero.config import OnNonFinite
 from layerzero.optim.norm import all_finite
 from layerzero.step.extension import Extension
@@ -79,10 +79,7 @@ class NonFinite(Extension):
 def _first_of_all(root: RootState, own: str | None) -> str | None:
     """The name that the first rank with one has. Collective over the model, tensor-parallel ranks
     too; blocks the host."""
-    what, groups = "finite gradients", [*root.groups, *root.tensor_parallel_groups]
-    flag = torch.tensor([own is not None], dtype=torch.uint8, device=root.device)
-    name = partial(root.operations.next, what, "the model")
-    if not gather_along(flag, groups, name).any():
-        return None
-    names = gather_texts(own, groups, root.device, what)
-    return next(iter(names.values()), None)
+    groups = [*root.groups, *root.tensor_parallel_groups]
+    name = partial(root.operations.next, "finite gradients", "the model")
+    names = gather_bytes((own or "").encode(), groups, name, root.device)
+    return next((each.decode() for each in names if each), None)

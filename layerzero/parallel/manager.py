@@ -61,16 +61,8 @@ class MeshSizes:
 
     @classmethod
     def infer(cls, world_size: int, **given: int | None) -> MeshSizes:
-        """Complete the sizes so that they fill the world.
-
-        Args:
-            given: dp_size; None, 0 or less: the world divided by the other sizes. And tp_size,
-                cp_size, ep_size, pp_size; None and 0, which recipes write for an axis that they do
-                not use, mean 1. And zero3_size.
-
-        Raises:
-            TypeError, ValueError: a size is not a number of ranks, or the sizes do not fit.
-        """
+        """The sizes given to `ParallelManager`, completed so that they fill the world. Recipes
+        write 0 for an axis that they do not use."""
         for name, size in given.items():
             if isinstance(size, bool) or not isinstance(size, int | None):
                 raise TypeError(
@@ -82,20 +74,15 @@ class MeshSizes:
         tp_size, cp_size, ep_size, pp_size, zero3_size = (
             given[f"{axis}_size"] or 1 for axis in ("tp", "cp", "ep", "pp", "zero3")
         )
-        dp_size = given["dp_size"]
-        if dp_size is not None and dp_size <= 0:
-            dp_size = None
-        others = pp_size * cp_size * tp_size
+        dp_size, others = max(given["dp_size"] or 0, 0), pp_size * cp_size * tp_size
         product = f"pp_size={pp_size} x cp_size={cp_size} x tp_size={tp_size} = {others}"
-        if dp_size is None:
-            if world_size % others:
-                raise ValueError(
-                    f"ParallelManager: {product} ranks do not divide the world of {world_size}; "
-                    f"choose sizes whose product divides {world_size}, or start another number of "
-                    "ranks"
-                )
-            dp_size = world_size // others
-        elif dp_size * others != world_size:
+        if not dp_size and world_size % others:
+            raise ValueError(
+                f"ParallelManager: {product} ranks do not divide the world of {world_size}; choose "
+                f"sizes whose product divides {world_size}, or start another number of ranks"
+            )
+        dp_size = dp_size or world_size // others
+        if dp_size * others != world_size:
             raise ValueError(
                 f"ParallelManager: dp_size={dp_size} x {product} makes {dp_size * others} ranks, "
                 f"but the world has {world_size}; leave out dp_size to have it inferred, or start "
@@ -349,15 +336,8 @@ def _layers_of(model: nn.Module) -> Callable[[nn.Module, str], bool] | None:
 
 
 def _meshes_of(sizes: MeshSizes, backend: str | None) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
-    """Make the groups of every axis. Collective over the world.
-
-    Args:
-        backend: backend of every group that is made; None: that of the default group.
-
-    Returns:
-        A mesh of all ranks, with axes pp, dp, cp and tp; and two meshes of this rank's
-        data-parallel ranks, with one axis, dp_cp, and with axes edp and ep.
-    """
+    """Make the groups of every axis; see the meshes of `ParallelManager`. Collective over the
+    world. `backend`: of every group that is made; None: that of the default group."""
     device_type = device_type_of(backend or dist.get_backend_config())
     override = partial(_backends, device_type=device_type, backend=backend)
     everyone = init_device_mesh(
@@ -392,13 +372,8 @@ def _backends(
 
 
 def device_type_of(backend: str) -> str:
-    """The device type that a backend is for.
-
-    "cpu" if one backend serves the CPU and the accelerator, as gloo does.
-
-    Args:
-        backend: a name such as "nccl", or pairs such as "cpu:gloo,cuda:nccl".
-    """
+    """The device type that a backend is for, such as "nccl" or "cpu:gloo,cuda:nccl"; "cpu" if one
+    serves the CPU and the accelerator, as gloo does."""
     if ":" not in backend:
         backend = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
     by_device = dict(pair.split(":") for pair in backend.split(","))

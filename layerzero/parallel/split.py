@@ -25,12 +25,8 @@ from layerzero.parallel.tp_plans import Styles
 def split_modules(model: nn.Module, styles: Styles, mesh: DeviceMesh) -> None:
     """Convert the parameters that `styles` names to DTensors. Collective over the mesh.
 
-    All parameters, split or not, get the values of the mesh's first rank.
-
-    Raises:
-        ValueError: parameters are on another device type than the mesh, or the mesh size does not
-            divide a shape; the model is unchanged. Or tied parameters got different placements;
-            the model is changed.
+    All parameters, split or not, get the values of the mesh's first rank. Raises ValueError; the
+    model has changed only if tied parameters got different placements.
     """
     _check_parameters(model, mesh)
     for name, style in styles.items():
@@ -135,12 +131,7 @@ def equalize(
     tensors: Iterable[torch.Tensor], mesh: DeviceMesh, device: torch.device | None = None
 ) -> None:
     """Broadcast the values that are not split over `mesh` from its first rank. Collective over it.
-
-    Tensors on the meta device have no values, and are left out.
-
-    Args:
-        device: where tensors of another device are sent from; None: all are on that of the mesh.
-    """
+    `device`: where tensors of another device are sent from; None: all are on that of the mesh."""
     for tensor in tensors:
         is_split = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
         if not is_split and not tensor.is_meta:

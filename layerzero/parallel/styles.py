@@ -175,14 +175,8 @@ OF_LLAMA: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def style_named(name: str, where: str) -> ParallelStyle | None:
-    """The style of that name of transformers; None for one that does nothing.
-
-    Args:
-        where: prefix of the error message.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The style of that name of transformers; None for one that does nothing. `where`: prefix of
+    the error message."""
     make = _STYLES.get(name)
     if make is None:
         raise ValueError(

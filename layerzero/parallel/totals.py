@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from layerzero.comm.exchanges import broadcast_from_first, gather_along, gather_small
 from layerzero.comm.pending import Operation
@@ -31,12 +30,8 @@ class Totals:
         groups: Sequence[ShardGroup],
         other_groups: Sequence[dist.ProcessGroup] = (),
     ) -> None:
-        """
-        Args:
-            root: a model on this rank; its timeouts apply.
-            groups: groups of this model, such as `Placement.norm_groups`.
-            other_groups: further axes, such as tensor- and pipeline-parallel ranks.
-        """
+        """`root`: a model on this rank, whose timeouts apply. `groups`: of this model. Others are
+        further axes, such as tensor- and pipeline-parallel ranks."""
         timeout = groups[0].timeout if groups else None
         made = [make_shard_group(group, root.device, timeout) for group in other_groups]
         for group in made:
@@ -45,14 +40,8 @@ class Totals:
         self._num_operations = 0
 
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """`own` of every rank along each axis: [ranks of the last group, ..., *shape].
-
-        Args:
-            name: name of the operation in errors.
-
-        Raises:
-            CollectiveError: a rank did not take part within the timeout.
-        """
+        """`own` of every rank along each axis: [ranks of the last group, ..., *shape]. `name`: of
+        the operation in errors."""
         return gather_along(own, self._groups, lambda group: self._operation(name))
 
     def sum(self, name: str, own: torch.Tensor) -> torch.Tensor:
@@ -68,19 +57,10 @@ class Totals:
 
 @remembers_failure
 @torch.no_grad()
-def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor | None]) -> None:
-    """Broadcast the first rank's values: one message for each dtype along each axis.
-
-    Collective over the model's ranks; blocks the host.
-    """
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for buffer in buffers:
-        if buffer is not None:
-            by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
-    for dtype, alike in by_dtype.items():
-        flat = _flatten_dense_tensors([buffer.to(root.device) for buffer in alike])
-        name = f"buffers in {dtype}".replace("torch.", "")
-        broadcast_from_first(
-            flat, root.groups, partial(root.operations.next, "synchronisation", name)
-        )
-        torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))
+def broadcast_buffers(root: RootState, buffers: Iterable[torch.Tensor]) -> None:
+    """Broadcast the first rank's values, one after the other. Collective over the model's ranks;
+    blocks the host."""
+    name = partial(root.operations.next, "synchronisation", "buffers")
+    for local in map(local_of, buffers):
+        value = local.to(root.device).contiguous()
+        local.copy_(broadcast_from_first(value, root.groups, name))

@@ -54,6 +54,10 @@ _NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_INSTEAD = (
+    'pass a mapping from module names to styles as tp_plan, or "model" if it has a plan of its '
+    "own, or leave out sequence_parallel"
+)
 
 
 def resolve_styles(model: nn.Module, plan: TensorParallelPlan, sequence_parallel: bool) -> Styles:
@@ -90,7 +94,7 @@ def _choose(
         )
     own = _own_plan(model)
     if plan == "llama":
-        return _llama(model, own, sequence_parallel), "Llama's plan"
+        return _llama(model, sequence_parallel), "Llama's plan"
     # A model's own plan is usable with sequence parallelism only if it splits sequences itself.
     says_enough = not sequence_parallel or any(name == "sequence_parallel" for name in own.values())
     if own and says_enough:
@@ -101,7 +105,7 @@ def _choose(
         return styles | shared, "the model's own plan"
     if plan == "auto":
         reason = "the model's own does not cover sequences" if own else "the model has none"
-        return _llama(model, own, sequence_parallel), f"Llama's plan ({reason})"
+        return _llama(model, sequence_parallel), f"Llama's plan ({reason})"
     raise ValueError(
         f"tp_plan='model': {type(model).__name__} has no tensor-parallel plan (`_tp_plan` of "
         "transformers), or with sequence_parallel=True one that does not say which modules compute "
@@ -225,27 +229,21 @@ def _shared_inputs(model: nn.Module, styles: Styles) -> Styles:
     return added
 
 
-def _llama(model: nn.Module, own: Mapping[str, str], sequence_parallel: bool) -> Styles:
+def _llama(model: nn.Module, sequence_parallel: bool) -> Styles:
     """Megatron's splits: attention by heads, MLPs column-wise then row-wise, embeddings by symbols.
 
     With sequence parallelism, norms and residual sums between them are computed on parts of the
     sequence, from the input of the first layer to the last norm.
-
-    Args:
-        own: the model's own plan, for advice.
     """
     names: dict[str, str] = {}
-    instead = "pass a mapping from module names to styles as tp_plan"
-    if own:
-        instead += ", or leave out sequence_parallel" if sequence_parallel else ', or "model"'
     for prefix, decoder in _decoders(model):
-        inside = _decoder_styles(prefix, decoder, sequence_parallel, instead)
+        inside = _decoder_styles(prefix, decoder, sequence_parallel)
         names |= {_join(prefix, name): style for name, style in inside.items()}
     if not names:
         _refuse_experts(model)
         raise ValueError(
             f"Llama's tensor-parallel plan does not fit {type(model).__name__}: it has no module "
-            f"with `layers` that all have {list(_BY_HEADS)}; {instead}"
+            f"with `layers` that all have {list(_BY_HEADS)}; {_INSTEAD}"
         )
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "lm_head" and isinstance(module, nn.Linear):
@@ -270,9 +268,7 @@ def _is_layer(layer: nn.Module) -> bool:
     return {name for name, _ in layer.named_modules()}.issuperset(_BY_HEADS)
 
 
-def _decoder_styles(
-    prefix: str, decoder: nn.Module, sequence_parallel: bool, instead: str
-) -> dict[str, str]:
+def _decoder_styles(prefix: str, decoder: nn.Module, sequence_parallel: bool) -> dict[str, str]:
     """Names of styles, keyed by names relative to the decoder."""
     styles: dict[str, str] = {}
     layers = decoder.layers
@@ -283,7 +279,7 @@ def _decoder_styles(
         inside = _layer_styles(layer, sequence_parallel)
         # Norms of whole sequences have whole gradients, without a style.
         known = {*inside} if sequence_parallel else {*inside, *_NORMS}
-        _check_known(_join(prefix, f"layers.{index}"), layer, known, instead)
+        _check_known(_join(prefix, f"layers.{index}"), layer, known)
         styles |= {f"layers.{index}.{inner}": style for inner, style in inside.items()}
     if sequence_parallel:
         if not isinstance(getattr(decoder, "norm", None), nn.Module):
@@ -317,7 +313,7 @@ def _spans_heads(modules: Mapping[str, nn.Module]) -> bool:
     return len(getattr(norm, "weight", ())) == len(getattr(projection, "weight", ()))
 
 
-def _check_known(where: str, layer: nn.Module, known: Container[str], instead: str) -> None:
+def _check_known(where: str, layer: nn.Module, known: Container[str]) -> None:
     """Raise ValueError for a parameter that no style covers.
 
     Its gradient would silently cover only this rank's part.
@@ -326,7 +322,7 @@ def _check_known(where: str, layer: nn.Module, known: Container[str], instead: s
         if _holder_of(layer, name) not in known:
             raise ValueError(
                 f"{where}: Llama's tensor-parallel plan does not cover the parameter {name!r}; "
-                f"{instead}"
+                f"{_INSTEAD}"
             )
 
 

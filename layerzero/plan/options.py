@@ -53,15 +53,8 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 
 
 def read_options(where: str, options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Convert and check the options of one level.
-
-    Args:
-        where: name of the level in error messages.
-        known: options that the level may have.
-
-    Raises:
-        ValueError, TypeError: an unknown option, or a bad value.
-    """
+    """Convert and check the options of one level. `where`: its name in error messages. `known`:
+    options that it may have."""
     if not isinstance(options, Mapping):
         raise TypeError(f"{where}: expected a mapping of options, got {options!r}")
     read: dict[str, Any] = {}

@@ -210,13 +210,6 @@ def optional_by_name(root: nn.Module, listed: Any) -> Iterator[nn.Module]:
     For adapters whose users configure a model that does not exist yet. Of what a name or pattern
     matches, modules inside another one are left out. Raises while it is iterated, which `ZeRO3`
     does where it can raise on every rank.
-
-    Args:
-        listed: names, patterns or modules.
-
-    Raises:
-        TypeError: not an iterable of these.
-        ValueError: a name matches nothing; lists near matches.
     """
     if isinstance(listed, (str, nn.Module)) or not isinstance(listed, Iterable):
         got = type(listed).__name__ if isinstance(listed, nn.Module) else repr(listed)

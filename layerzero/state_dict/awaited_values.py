@@ -27,15 +27,8 @@ class AwaitedValues(Extension):
 
 
 def check_first_forward(every: Sequence[Unit], device: torch.device) -> None:
-    """Check a model before a forward. Collective if any unit was built without values.
-
-    Args:
-        every: the units of the model.
-
-    Raises:
-        RuntimeError: parameters are on another device; or, on every rank, a parameter or buffer has
-            no value yet.
-    """
+    """Check the units of a model before a forward. Collective if any was built without values; what
+    has none yet is an error on every rank."""
     for unit, handle in ((each, handle) for each in every for handle in each.handles):
         place = handle.main_shard.device
         is_there = (place.type, place.index or 0) == (device.type, device.index or 0)  # "cpu:0"

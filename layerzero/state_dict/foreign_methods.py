@@ -42,16 +42,16 @@ def install(module: nn.Module) -> None:
     """
     tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
     for name, part in module.named_modules():
+        if all(get_info(parameter) is None for parameter in part.parameters()):
+            continue  # It may be copied, and its methods are right.
         owners = [cls.__module__ for cls in type(part).__mro__ if _METHOD in vars(cls)]
         if any(owner.partition(".")[0] in _LIBRARIES for owner in owners):
-            part.__dict__.setdefault(_METHOD, _StandIn(part, _METHOD, name, _save))
+            _replace(part, _METHOD, name, _save)
         if tuners is not None and isinstance(part, tuners.BaseTunerLayer):
-            part.__dict__.setdefault("merge", _StandIn(part, "merge", name, _merge))
-            part.__dict__.setdefault("unmerge", _StandIn(part, "unmerge", name, _merge))
+            _replace(part, "merge", name, _merge)
+            _replace(part, "unmerge", name, _merge)
         elif tuners is not None and isinstance(part, tuners.BaseTuner):
-            part.__dict__.setdefault(
-                "merge_and_unload", _StandIn(part, "merge_and_unload", name, _merge)
-            )
+            _replace(part, "merge_and_unload", name, _merge)
 
 
 def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
@@ -70,34 +70,17 @@ def refuse_pieces(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
             )
 
 
-class _StandIn:
-    """Takes the place of a method on one instance; the class keeps its own.
+def _replace(part: nn.Module, method: str, name: str, instead: Callable[..., Any]) -> None:
+    """Replace a method of one instance. `instead` is called with the module, its class's method,
+    bound, the names of module and method, and what the method is called with."""
+    part_ref = weakref.ref(part)
 
-    `instead` is called with the module, the class's method, bound, the names of module and method,
-    and what the method is called with.
-    """
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        module = part_ref()
+        own = functools.partial(getattr(type(module), method), module)
+        return instead(module, own, f"{name}.{method}", *args, **kwargs)
 
-    def __init__(
-        self, module: nn.Module, method: str, name: str, instead: Callable[..., Any]
-    ) -> None:
-        self._module_ref = weakref.ref(module)
-        self._method = method
-        self._name = name
-        self._instead = instead
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module_ref()
-        assert module is not None, "it is called through the module, and copied with it"
-        return module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = functools.partial(getattr(type(self.module), self._method), self.module)
-        return self._instead(self.module, own, f"{self._name}.{self._method}", *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
-        module = memo.get(id(self.module), self.module)
-        return _StandIn(module, self._method, self._name, self._instead)
+    part.__dict__.setdefault(method, stand_in)
 
 
 def _save(module: nn.Module, own: Any, what: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -85,12 +85,8 @@ def refuse_other_class(
     Raises if there are both unknown and missing keys, or if the options of the groups differ, too.
 
     Args:
-        optimizer: may be a WholeTensorOptimizer.
         groups: options that will replace those of each of its groups.
         states: state of some of its parameters; only the keys are used.
-
-    Raises:
-        CheckpointError: it is the state of another class.
     """
     if len(groups) != len(optimizer.param_groups):
         return  # torch's `load_state_dict` raises.
@@ -177,14 +173,8 @@ def options_of_groups(
 
     Args:
         groups: saved names of the parameters of each of the optimizer's groups.
-        saved: (options, names) of each saved group.
+        saved: (options, names) of each saved group, which `where` has.
         strict: raise for parameters that were in no saved group.
-        where: source of the saved groups, for messages.
-        optimizer: its name, if it has one.
-
-    Raises:
-        CheckpointError: parameters of one group were saved in groups with different options; or,
-            with `strict`, in none.
     """
     number_of = {name: number for number, (_, names) in enumerate(saved) for name in names}
     result: list[Mapping[str, Any]] = []

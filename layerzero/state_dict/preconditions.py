@@ -25,9 +25,6 @@ def refuse_other_name(sharded_param: nn.Parameter, key: str) -> None:
 
     On other ranks the same key may mean another expert, and files store only keys. This happens
     with an optimizer's own state dict, which numbers parameters.
-
-    Raises:
-        NotImplementedError: `sharded_param` is of such an expert, and `key` lacks its name.
     """
     unit, info = unit_of(sharded_param), get_info(sharded_param)
     if unit is None or info is None or info.tensor_parallel is not None or info.fqn in key:
@@ -42,11 +39,7 @@ def refuse_other_name(sharded_param: nn.Parameter, key: str) -> None:
 
 
 def refuse_experts(state: RootState, what: str) -> None:
-    """Refuse operations where one rank has or gets everything: it lacks the experts of others.
-
-    Raises:
-        NotImplementedError: ranks have different experts.
-    """
+    """Refuse operations where one rank has or gets everything: it lacks the experts of others."""
     for unit in state.units:
         experts = [h for h in unit.handles if h.placement.data_parallel is not None]
         if any(split is None for handle in experts for split in handle.splits):
@@ -65,14 +58,7 @@ def roots_inside(model: nn.Module) -> list[RootState]:
 
 def root_states_of(model: nn.Module, verb: str, is_collective: bool = False) -> list[RootState]:
     """The root states of a model between steps: of all parts that were wrapped separately, that of
-    the one with most ranks first.
-
-    Args:
-        is_collective: whether a collective call of all ranks follows.
-
-    Raises:
-        ValueError: nothing in it is wrapped, or no part is on the ranks of all other parts.
-        RuntimeError: it is in backward, or its parameters have changed since it was wrapped.
+    the one with most ranks first. `is_collective`: whether a collective call of all ranks follows.
     """
     states = roots_inside(model)
     if not states:

@@ -185,9 +185,6 @@ def _of_all_ranks(
         is_whole: tensors are not shards, but whole and on the owner alone, which broadcasts one
             after the other; those returned are on the CPU.
         keeps: whether this rank wants the result.
-
-    Raises:
-        CheckpointError: a value cannot be encoded.
     """
 
     def split(parameter: nn.Parameter) -> tuple[Any, dict[str, torch.Tensor]]:

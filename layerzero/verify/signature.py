@@ -168,16 +168,18 @@ def _elements(
             start + place, start + place + block.numel(), device=bits.device, dtype=torch.int64
         )
         if split is not None:
-            index = _whole_index(index, split)
+            index = whole_index(index, split.shape, split.local_shape, split.offset)
         total += _mix(block, index, name).sum()
     return int(total)
 
 
-def _whole_index(index: torch.Tensor, split: TensorParallelSplit) -> torch.Tensor:
-    """Indices in the flattened whole parameter, from those in the flattened local tensor."""
+def whole_index(
+    index: torch.Tensor, shape: Sequence[int], local_shape: Sequence[int], offsets: Sequence[int]
+) -> torch.Tensor:
+    """Indices in a flattened whole tensor, from those in a flattened block of it."""
     found = torch.zeros_like(index)
-    for dim, place in enumerate(torch.unravel_index(index, split.local_shape)):
-        found += (place + split.offset[dim]) * math.prod(split.shape[dim + 1 :])
+    for dim, place in enumerate(torch.unravel_index(index, tuple(local_shape))):
+        found += (place + offsets[dim]) * math.prod(shape[dim + 1 :])
     return found
 
 

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -192,7 +193,7 @@ class Verifier(Transport, Extension):
         if not self._is_any(is_bad, axes):
             self._wire.clear(groups)
             return
-        findings = [*findings, *self._wire.find(groups)]
+        findings = [*findings, *chain.from_iterable(map(self._wire.find, groups))]
         text = findings[0] if findings else None
         texts = gather_texts(text, axes, self._root.device, "verification")
         different = sorted(set(texts.values()))

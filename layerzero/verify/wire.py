@@ -13,7 +13,7 @@ next check compares it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -138,14 +138,11 @@ class Wire:
             for seen, sent, received in zip(lane, parts[::2], parts[1::2], strict=True)
         ]
 
-    def find(self, groups: Sequence[ShardGroup]) -> list[str]:
-        """What was received otherwise than it was sent, in words; the same on all ranks of a group.
+    def find(self, group: ShardGroup) -> Iterator[str]:
+        """What was received otherwise than it was sent, in words; the same on all of its ranks.
 
-        Collective over each group; blocks the host. Forgets what it has compared.
+        Collective; blocks the host. Forgets what it has compared.
         """
-        return [text for group in groups for text in self._find_in(group)]
-
-    def _find_in(self, group: ShardGroup) -> Iterable[str]:
         rows = [[number, *sent, *received] for number, sent, received in self._rows(group)]
         name = partial(self._operations.next, "verification", _WHAT)
         everyones = gather_bytes(json.dumps(rows).encode(), [group], name, self._device)

@@ -15,9 +15,10 @@ from layerzero.build.arguments import Arguments, check_arguments
 from layerzero.build.plan import AnyGroup, Feature, WrapPlan
 from layerzero.build.topology import Topology
 from layerzero.build.wrap import UnitPlan
+from layerzero.config import size_text
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.flat.parameter_info import get_info
-from layerzero.notices import warn_once
+from layerzero.notices import some, warn_once
 from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
@@ -37,12 +38,7 @@ _OF_EXPERTS = {"process_group", "expert_numbers"}
 
 def checked(module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
     """The arguments of `ZeRO3`, checked, for a module that was unwrapped if its wrapper is gone.
-
-    Collective over the model's ranks only where there was such a wrapper.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as `ZeRO3`.
-    """
+    Collective over the model's ranks only where there was such a wrapper."""
     arguments = check_arguments(to_arguments(given, unknown))
     resolve_process_groups(arguments.process_group)  # Raises if there is none.
     if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
@@ -59,13 +55,7 @@ def find_features(
     everyone: tuple[int, ...],
 ) -> list[Feature]:
     """The features that decide on which ranks units are, if all units can be. Not collective.
-
-    Args:
-        everyone: the ranks that share the model.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: an argument of a feature is wrong, or a unit.
-    """
+    `everyone`: the ranks that share the model."""
     refuse(module, units)
     if given.memory_budget is not None:
         from layerzero.memory_budget.learner import refuse_what_it_chooses
@@ -148,9 +138,7 @@ def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topolo
         for text in argument_warnings.texts(module, given, plan, is_shared):
             warn_once(text, is_first=True)
         if _logger.isEnabledFor(logging.INFO):
-            from layerzero.wrapping.log import log_units
-
-            log_units(module, root)
+            _log_units(module, root)
     if given.memory_budget is not None:
         from layerzero.memory_budget import Learner
 
@@ -158,6 +146,23 @@ def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topolo
     steps.watch(_import_watchers)
     norm.make_torchs_global()
     patch_torch()
+
+
+def _log_units(module: nn.Module, root: RootState) -> None:
+    """Log what was sharded. Reads all units: only on the first rank, and if level INFO is on."""
+    from layerzero.verify.same_plan import plain
+
+    units, full = root.units, [unit.nbytes for unit in root.units]
+    handles = [handle for unit in units for handle in unit.handles]
+    groups = (f"{h.placement}, {h.placement.shard_group.backend}" for h in handles)
+    about = dict.fromkeys([*groups, *(plain(unit.options.mixed_precision) for unit in units)])
+    _logger.info(
+        f"ZeRO3: {len(units)} unit{'s' * (len(units) > 1)} of {type(module).__name__} on "
+        f"{root.device}: {sum(unit.num_parameters for unit in units):,} parameters, "
+        f"{size_text(sum(handle.main_shard.nbytes for handle in handles))} of shards on this rank, "
+        f"{size_text(sum(full))} with all units full, {size_text(max(full))} of the largest\n"
+        f"  units: {some([unit.label for unit in units])}\n  {'; '.join(about)}"
+    )
 
 
 def _import_watchers() -> None:

@@ -51,16 +51,8 @@ _OURS = {
 
 
 def to_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `ZeRO3` by name, with those that were written for FSDP in our terms.
-
-    Args:
-        unknown: keyword arguments that `ZeRO3` does not have.
-
-    Raises:
-        TypeError: there are such; names what to use instead.
-        ValueError: an argument of FSDP that has no counterpart.
-        RuntimeError: the module is wrapped already.
-    """
+    """The arguments of `ZeRO3` by name, with those that were written for FSDP in our terms. Raises
+    for `unknown` ones, which `ZeRO3` does not have, and names what to use instead."""
     check_module(given["module"])
     _refuse_unknown(unknown, given)
     policy = given["auto_wrap_policy"]

@@ -165,12 +165,7 @@ def unwrap(module: nn.Module, units: Sequence[Unit]) -> dict[int, nn.Parameter]:
 
     Every rank then holds all of these parameters at once. They are also put in place in modules
     inside `module` that show a sharded parameter and are in no unit: those put there later.
-
-    Returns:
-        The full parameters, keyed by the `id` of the sharded parameters they replace.
-
-    Raises:
-        RuntimeError: a method of a module was replaced since it was wrapped.
+    Returns them, keyed by the `id` of the sharded parameters they replace.
     """
     owners = {id(owner): owner for unit in units for owner in unit.owners}
     for owner in owners.values():

@@ -30,13 +30,7 @@ def models_that_share(
     module: nn.Module, plans: Iterable[UnitPlan], given: Arguments
 ) -> list[ModuleWrapper]:
     """The living models that share units with `module` and are not inside it. Not collective.
-
-    Raises:
-        ValueError: such a model has another argument that they would have in common.
-        NotImplementedError: it has a `memory_budget`, a communication hook, or an optimizer that
-            steps in backward.
-        RuntimeError: it is in forward or backward.
-    """
+    Raises if one cannot share its root."""
     inside = {id(part) for part in modules_of(module)}
     found: dict[int, ModuleWrapper] = {}
     for plan in plans:

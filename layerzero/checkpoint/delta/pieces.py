@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from layerzero.state_dict.names import Names, extent_of, named_buffers
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
+from layerzero.verify.signature import whole_index
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,8 @@ class Piece:
     def in_whole(self, places: torch.Tensor) -> torch.Tensor:
         """Positions in the flattened whole tensor of elements at `places` in the chunk."""
         rest = places + (self.start - self.offset)
-        shape, local_shape, offsets = self.extent
-        if local_shape == shape:
-            return rest
-        found = torch.zeros_like(rest)
-        for dim, place in enumerate(torch.unravel_index(rest, local_shape)):
-            found += (place + offsets[dim]) * math.prod(shape[dim + 1 :])
-        return found
+        is_whole = self.extent.local_shape == self.extent.shape
+        return rest if is_whole else whole_index(rest, *self.extent)
 
 
 @dataclass(frozen=True)

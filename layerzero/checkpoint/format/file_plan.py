@@ -63,13 +63,7 @@ def merge(
     announced: Sequence[Sequence[Sequence[Any]]],
 ) -> tuple[list[Announcement], dict[tuple[str, str], int]]:
     """All tensors of the checkpoint; and the writing rank of each that several ranks have whole.
-
-    Args:
-        announced: the result of `announce` of each rank, by rank, as JSON has it.
-
-    Raises:
-        CheckpointError: ranks differ in the dtype or shape of a tensor.
-    """
+    `announced`: the result of `announce` of each rank, as JSON has it."""
     found: dict[tuple[str, str], Announcement] = {}
     writers: dict[tuple[str, str], int] = {}
     for rank, rows in enumerate(announced):

@@ -161,14 +161,8 @@ def _latest_name(root: Path) -> str | None:
 
 
 def check_regular(path: Path, follow: bool = False) -> None:
-    """Check that a name is a file's, and not that of a pipe, a device, a folder or a link.
-
-    Args:
-        follow: accept links to files, as downloads of other projects keep them.
-
-    Raises:
-        OSError: there is nothing, or it cannot be read.
-        CheckpointError: it is something else.
+    """Raise OSError or CheckpointError unless a name is a file's, and not that of a pipe, a device,
+    a folder or a link. `follow`: accept links to files, as downloads of other projects keep them.
     """
     mode = os.stat(path, follow_symlinks=follow).st_mode
     if stat.S_ISLNK(mode):

@@ -81,14 +81,8 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, text: bytes, where: object) -> Manifest:
-        """Verify the checksum and parse.
-
-        Args:
-            where: path of the file, for error messages.
-
-        Raises:
-            CheckpointError: it is damaged, or has another version.
-        """
+        """Verify the checksum and parse; CheckpointError if it is damaged, or of another version.
+        `where`: path of the file, for error messages."""
         seal_nbytes = len(_SEAL % 0)
         body, seal = text[:-seal_nbytes], text[-seal_nbytes:]
         if seal != _SEAL % crc32(body):
@@ -107,11 +101,8 @@ class Manifest:
 
 
 def check_file_name(name: str, where: Path) -> str:
-    """Check a file name found in a manifest or index, and return it.
-
-    Raises:
-        CheckpointError: it is not a .safetensors or .json file in the same folder.
-    """
+    """Return a file name found in a manifest or index, which must be that of a .safetensors or
+    .json file in the same folder."""
     if (
         not isinstance(name, str)
         or "\0" in name
@@ -125,11 +116,7 @@ def check_file_name(name: str, where: Path) -> str:
 
 
 def index_of(text: bytes, where: Path) -> Mapping[str, str]:
-    """The file that each tensor is in, from an index in the format of transformers.
-
-    Raises:
-        CheckpointError: the index is damaged.
-    """
+    """The file that each tensor is in, from an index in the format of transformers."""
     try:
         weight_map = json.loads(text)["weight_map"]
         return {str(name): check_file_name(file, where) for name, file in weight_map.items()}

@@ -121,17 +121,8 @@ def _text_of(value: Any) -> str:
 
 
 def raise_together(root: RootState, error: Exception | None, rows: Sequence[str] = ()) -> None:
-    """Raise on all ranks if any has an error, or if their rows differ.
-
-    Collective over the ranks that share the model.
-
-    Args:
-        rows: description of this rank's arguments, in short lines.
-
-    Raises:
-        Exception: `error` on the ranks that have one; elsewhere ValueError with the first text.
-        ValueError: for each rank, the first row in which it differs from the first rank.
-    """
+    """Raise on all ranks if any has an error, or if their rows differ: lines about their arguments.
+    Collective over the ranks that share the model."""
     exchange = Exchange([*root.groups, *root.tensor_parallel_groups], root.device, _NAME)
     texts = exchange.texts(None if error is None else str(error))
     if error is not None:

@@ -241,18 +241,17 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def _step(self, root: RootState) -> None:
         members = list(self._members.values())
-        agreed = stepping.agree(root, members, self._find_written(root))
-        if agreed.written:
-            self._fetch(root, agreed.written)
-        if agreed.present not in self._buckets:
-            buckets = stepping.buckets_of(members, agreed.present, self._limit)
-            self._buckets = {agreed.present: buckets}
-        buckets = self._buckets[agreed.present]
+        present, written = stepping.agree(root, members, self._find_written(root))
+        if written:
+            self._fetch(root, written)
+        if present not in self._buckets:
+            self._buckets = {present: stepping.buckets_of(members, present, self._limit)}
+        buckets = self._buckets[present]
         stepping.exchange_all(root, members, buckets, "gradients to owners")
         error = inner.step(self._inner, self.param_groups)
         stepping.exchange_all(root, members, buckets, "values from owners")
         # Also where this rank has no element: all ranks refuse a graph of weights that changed.
-        torch.autograd.graph.increment_version([members[n].parameter for n in agreed.present])
+        torch.autograd.graph.increment_version([members[n].parameter for n in present])
         self._contents = self._contents_now(root)
         for own, group in zip(self.param_groups, self._inner.param_groups, strict=True):
             own.update(options_of(group))

@@ -12,7 +12,7 @@ stream: all buffers belong to compute, which has waited for the all-to-all befor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,21 +31,12 @@ Buckets = list[tuple[OwnerGroup, Bucket]]
 Verb = Literal["gradients to owners", "values to owners", "values from owners"]
 
 
-class Agreed(NamedTuple):
-    """What all ranks know before a step. Numbers count members."""
-
-    present: tuple[int, ...]
-    """Those with a gradient."""
-    written: tuple[int, ...]
-    """Those whose shards were written on any rank since the last step."""
-
-
 @remembers_failure
-def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -> Agreed:
-    """Exchange which members have a gradient, and which shards were written. Collective.
-
-    Waits for no device.
-    """
+def agree(
+    root: RootState, members: Sequence[Member], written: Sequence[bool]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of the members with a gradient, and of those whose shards were written on any rank
+    since the last step. Collective; waits for no device."""
     flags = [
         _PRESENT * (member.parameter.grad is not None) + _WRITTEN * changed
         for member, changed in zip(members, written, strict=True)
@@ -67,7 +58,7 @@ def agree(root: RootState, members: Sequence[Member], written: Sequence[bool]) -
                     "to None on all ranks or none"
                 )
             flags[number] = max(column)
-    return Agreed(
+    return (
         tuple(n for n, flag in enumerate(flags) if flag & _PRESENT),
         tuple(n for n, flag in enumerate(flags) if flag & _WRITTEN),
     )
