@@ -371,7 +371,9 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return spec, kinds
 
 
-_ALLOWED = "layerzero.guards", "layerzero.graphs", "layerzero.state_dict.awaited_values"
+_ALLOWED = tuple(
+    f"layerzero.{each}" for each in ("guards", "graphs", "module_tree", "state_dict.awaited_values")
+)
 """Features whose extensions a graph may contain."""
 
 
