@@ -54,18 +54,13 @@ class Segments:
             rows: in rising order of destination; source `ZEROS` writes zeros. Rows without
                 elements are dropped.
             numel: number of elements of the buffer; those that no row covers become zeros.
-
-        Raises:
-            ValueError: a number is negative, or rows overlap, do not rise, or end after `numel`.
         """
         table: list[tuple[int, int, int]] = []
         end = 0
         for number, (source, offset, start, count) in enumerate(rows):
-            if source < ZEROS or min(offset, count) < 0 or start < end or start + count > numel:
-                raise ValueError(
-                    f"segments: row {number} {(source, offset, start, count)}: expected a source "
-                    f">= {ZEROS} and destinations that rise from {end} to {numel} at most"
-                )
+            row = number, source, offset, start, count
+            assert source >= ZEROS and min(offset, count) >= 0, f"row {row}: a number is negative"
+            assert end <= start <= numel - count, f"row {row}: not in [{end}, {numel}]"
             if not count:
                 continue
             if start > end:
