@@ -313,7 +313,7 @@ def shard_in_place(
         from layerzero.wrapping.shared_parts import models_that_share
 
         shared_with = models_that_share(module, plan.units, arguments)
-    plan = features.with_parts_of_construction(plan, arguments)
+    plan = features.with_comparisons(plan, arguments)
     topology = agree_on_topology(plan, arguments)
     root = build(plan, topology, arguments)
     features.install(root, module, plan, topology)

@@ -188,7 +188,7 @@ class Builder:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
         for feature in self.plan.features:
-            feature.made(unit)
+            feature.new_unit(unit)
         hooks.install_on_calls(plan.module, unit)
         for module in unit.owners:
             if module is not plan.module and type(module).forward is not nn.Module.forward:

@@ -71,8 +71,8 @@ class Feature:
         """A parameter or buffer of the ranks of `placement`, before it is sharded. Not collective.
         `label`: its kind and name."""
 
-    def made(self, unit: Unit) -> None:
-        """A unit is made, and its hooks are not yet installed."""
+    def new_unit(self, unit: Unit) -> None:
+        """A unit is made; its hooks are not installed yet."""
 
     def built(self, root: RootState) -> None:
         """The model is built. Collective over its ranks."""

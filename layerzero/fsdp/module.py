@@ -134,7 +134,8 @@ class FSDPModule(UnitMethods):
         root = root_of(unit)
         if root.units[0] is not unit:
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
-        root.give_up_step()
+        root.abort()
+        root.shown.give_up()
 
     def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
         """Show full parameters of this module and those inside. torch has no such method; see

@@ -178,7 +178,7 @@ class CapturedStep:
 
     def _state(self) -> dict[str, list[Any]]:
         """State on the host by which the engine and torch decide."""
-        kind, reducers = self._device.type, [root.reducer for root in self._roots]
+        kind = self._device.type
         casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return {
             ".grad of a parameter": [*map(id, self._grads())],
@@ -188,7 +188,7 @@ class CapturedStep:
             "grad mode or autocast": [torch.is_grad_enabled(), *casts],
             "what a model keeps between passes": [
                 *map(attrgetter("state"), self._units),
-                *((each.requires_sync, each.kept.is_any) for each in reducers),
+                *((each.reducer.requires_sync, each.shown.is_any) for each in self._roots),
             ],
             # Tensors by identity: a graph reads what they hold.
             "an option of a capturable optimizer (pass one that changes as a tensor)": [
@@ -372,7 +372,8 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 _ALLOWED = tuple(
-    f"layerzero.{each}" for each in ("guards", "graphs", "module_tree", "state_dict.awaited_values")
+    f"layerzero.{each}"
+    for each in ("guards", "graphs", "module_tree", "optim.steps", "state_dict.awaited_values")
 )
 """Features whose extensions a graph may contain."""
 
@@ -393,7 +394,7 @@ def _refused(root: RootState, unit: Unit | None = None) -> Iterator[str]:
         yield "tensor-parallel parameters"
     if any(kind_of_hooks(each) for handle in handles for each in handle.sharded_params):
         yield "hooks on sharded parameters"
-    if root.reducer.kept.is_any:
+    if root.shown.is_any:
         yield "gradients of no_sync that wait for the next call"
     if any(unit.state is not ShardState.SHARDED for unit in root.units):
         yield "units that stay unsharded between two calls"

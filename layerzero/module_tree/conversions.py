@@ -75,13 +75,8 @@ class _SeesToEmpty(TorchFunctionMode):
         return result
 
 
-def install(unit: Unit) -> None:
-    """Guard the unit's module, and those that show its parameters."""
-    for module in unit.owners:
-        guard(module)
-
-
 def guard(module: nn.Module) -> None:
+    """Guard a module that shows sharded parameters, or is a unit."""
     module_ref = weakref.ref(module)
 
     def refuse_state() -> NoReturn:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from layerzero.build.plan import Feature
 from layerzero.module_tree.conversions import note_shape, refuse_export, refuse_transform
 from layerzero.notices import some
 from layerzero.step.extension import Extension
@@ -29,14 +28,6 @@ from layerzero.step.unit import Unit
 
 _children_of = itemgetter("_modules")
 _parameters_of = itemgetter("_parameters")
-
-
-class AsWrapped(Feature):
-    """Notes the module tree; the first feature, so that others see it checked."""
-
-    def built(self, root: RootState) -> None:
-        root.structure = Structure(root)
-        root.extensions.add(root.structure)
 
 
 class Structure(Extension):
@@ -52,7 +43,7 @@ class Structure(Extension):
         self._ignored = root.ignored
         self._units = root.units
         self._root_ref = weakref.ref(root.units[0].module)
-        self._named = dict(self._named_parameters(self._modules()))
+        self._named = dict(self._named_parameters(self._ignored.walk(self._root)))
         self._take_snapshot()
 
     @property
@@ -60,9 +51,6 @@ class Structure(Extension):
         root = self._root_ref()
         assert root is not None, "its methods are called on a living model"
         return root
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        return self._ignored.walk(self._root)
 
     def before_forward(self, unit: Unit, forward_pass: object) -> None:
         if torch._C._is_tracing() or torch.compiler.is_exporting():
@@ -88,8 +76,7 @@ class Structure(Extension):
         Raises:
             RuntimeError: parameters were added, removed or replaced; names them.
         """
-        if self.first_values is not None:
-            self.end_first_values()
+        self.end_first_values()
         if not self._is_same():
             changes = self.changes()
             if changes:
@@ -110,7 +97,7 @@ class Structure(Extension):
             values.end()
 
     def _take_snapshot(self) -> None:
-        dicts = [module.__dict__ for _, module in self._modules()]
+        dicts = [module.__dict__ for _, module in self._ignored.walk(self._root)]
         self._dicts = dicts[1:]  # Not the root's, which would keep it alive.
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]
@@ -145,7 +132,7 @@ class Structure(Extension):
     def changes(self) -> str:
         """The differences, as part of a sentence; empty if there are none."""
         own = self._shown_full()
-        shown_now = self._named_parameters(self._modules())
+        shown_now = self._named_parameters(self._ignored.walk(self._root))
         now = {name: (own.get(id(shown), shown), slots) for name, (shown, slots) in shown_now}
         before = self._named
         came = [name for name in now if name not in before]

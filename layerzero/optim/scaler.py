@@ -118,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
         with nullcontext() if unscales else self._scale_beside_gradients(optimizer):
             result = super().step(optimizer, *args, **kwargs)
         for root in models_of(optimizer, _is_skipping):  # The optimizer was not called, to end it.
-            root.reducer.kept.give_up()
+            root.shown.give_up()
         return result
 
     @contextmanager

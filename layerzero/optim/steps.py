@@ -2,8 +2,8 @@
 
 A model wrapped, or a `summon_full_params` left, since the last step may have made its parameters
 stale. After a collective failed `.grad` may be half written: the step is refused. Where the engine
-keeps something of the step (step/kept_step.py), the optimizer sees no gradient. After a step its
-writes are counted (decision 0026).
+keeps something of the step (`ShownStep`), the optimizer sees no gradient. After a step its writes
+are counted (decision 0026).
 """
 
 from __future__ import annotations
@@ -13,16 +13,109 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from layerzero.flat import parameter_info
 from layerzero.optim import attach
 from layerzero.optim.sharded_params import live_roots, owners
+from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 
 _LOOKED = "_layerzero_looked"
 """Attribute of an optimizer: `num_marked` when its parameters were last looked at."""
+
+
+class ShownStep(Extension):
+    """Shows in `.grad` what a model keeps of a step, and follows what the program clears there.
+
+    Gradients of micro-batches that wait (`no_sync`) have a stand-in (waiting_gradients.py). After a
+    step that `on_nonfinite="skip"` leaves out, zeros stand there: later backwards of that step are
+    dropped, too, until the program clears its gradients.
+    """
+
+    _is_stepping = False
+    """Whether an optimizer steps, for which it was hidden."""
+
+    def __init__(self, root: RootState) -> None:
+        self._kept, self._units, self._streams = root.reducer.kept, root.units, root.streams
+        self._placed: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
+        """Parameters with the `.grad` that each shows, and the one before."""
+        self._waiting: dict[nn.Parameter, Any] = {}
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the step is left out, or earlier micro-batches wait."""
+        return self._kept.is_skipping or bool(self._placed) or self._is_stepping
+
+    def show(self, forwards: object = None) -> None:
+        """Show in `.grad` what is kept of the step: also of one that failed, which may go on."""
+        if self._placed:
+            return
+        if self._kept.is_skipping:
+            own = (parameter for unit in self._units for parameter in unit.sharded_params)
+            for sharded in (each for each in own if each.requires_grad):
+                before = sharded.grad
+                self._put(sharded, torch.zeros_like(sharded) if before is None else before)
+        elif self._kept.adds_up:
+            from layerzero.optim.waiting_gradients import WaitingGradient
+
+            for handle in (each for unit in self._kept.waiting_units for each in unit.handles):
+                for index in handle.gradients.trainable:
+                    sharded = handle.sharded_params[index]
+                    if sharded not in self._waiting:
+                        self._waiting[sharded] = WaitingGradient(
+                            sharded, handle.gradients, index, self._streams
+                        )
+                    self._put(sharded, self._waiting[sharded].stand_before(sharded.grad))
+
+    def _put(self, parameter: nn.Parameter, shown: torch.Tensor) -> None:
+        self._placed.append((parameter, shown, parameter.grad))
+        parameter.grad = shown
+
+    end_backward = after_abort = show
+
+    def hide(self, forwards: object = None) -> None:
+        """Remove what it shows, so that `.grad` is what was reduced."""
+        placed, self._placed = self._placed, []
+        for parameter, shown, before in placed:
+            if parameter.grad is shown:
+                waits = self._waiting.get(parameter) is shown
+                parameter.grad = self._waiting[parameter].before if waits else before
+
+    before_delivery = hide  # Not before: `zero_grad` may follow a pass that fails.
+
+    def follow_zero_grad(self, *given: object) -> None:
+        """Give the step up if the program has cleared all sums, or any gradient of a step that is
+        left out; else drop the sums of parameters that it has cleared. Not amid a pass."""
+        shown = [each for each in self._placed if each[0].grad is each[1]]
+        if len(shown) < len(self._placed) and (self._kept.is_skipping or not shown):
+            return self.give_up()
+        for parameter, waiting, _ in self._placed:
+            if parameter.grad is not waiting:
+                self._waiting[parameter].drop()
+        self._placed = shown
+
+    before_forward = before_backward = follow_zero_grad  # type: ignore[assignment]
+
+    def give_up(self) -> None:
+        """The program begins another step: drop what is kept of this one."""
+        self._kept.forget_sums()  # First: then there is nothing to clear parameter by parameter.
+        self.hide()
+        self._is_stepping = False
+        self._kept.skip_no_more()
+
+    def before_step(self) -> None:
+        """An optimizer steps, and must not take what is kept for gradients."""
+        self.follow_zero_grad()
+        self._is_stepping = bool(self._placed)
+        self.hide()
+
+    def after_step(self) -> None:
+        self._is_stepping = False
+        self._kept.skip_no_more()
+        self.show()
 
 
 def watch(before_first: Callable[[], None]) -> None:
@@ -77,7 +170,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for root in models_of(optimizer, lambda root: root.operations.failure is not None):
         root.operations.refuse()
     for root in models_of(optimizer, _keeps_any):
-        root.reducer.kept.before_step()
+        root.shown.before_step()
 
 
 @_disable_dynamo
@@ -88,8 +181,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         written = [parameter for parameter in group["params"] if parameter.grad is not None]
         torch.autograd.graph.increment_version(written)
     for root in models_of(optimizer, _keeps_any):
-        root.reducer.kept.after_step()
+        root.shown.after_step()
 
 
 def _keeps_any(root: RootState) -> bool:
-    return root.reducer.kept.is_any
+    return root.shown is not None and root.shown.is_any

@@ -134,7 +134,7 @@ def reduce_waiting(root: RootState) -> None:
     )
     root.before_call("reduce_gradients")
     reducer = root.reducer
-    reducer.kept.follow_zero_grad()
+    root.shown.follow_zero_grad()
     if not reducer.kept.adds_up:
         return
     on_main = root.streams.on_main()
@@ -145,8 +145,10 @@ def reduce_waiting(root: RootState) -> None:
                 if unit.is_trainable:
                     reducer.reduce(unit)
             with on_main, root.context.profile("deliver", "model"):
+                root.shown.hide()
                 reducer.deliver()
                 reducer.commit()
+                root.shown.show()
         except BaseException as error:
             root.abort(error)
             raise

@@ -125,7 +125,8 @@ class ZeRO3PipelineStage(PipelineStage):
         """Begin a step of the schedule; discard one that was interrupted."""
         super().clear_runtime_states()
         if self._in_step:
-            self._root.give_up_step()
+            self._root.abort()
+            self._root.shown.give_up()
         self._in_step = True
         self._root.before_call("micro_batches")
         self._root.scheduler.hold_micro_batches(not self._reshards)

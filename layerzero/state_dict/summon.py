@@ -57,13 +57,13 @@ def summon(
     check_idle(root, units, what)
     root.structure.check(what)
     root.before_call(what)
-    root.reducer.kept.follow_zero_grad()
-    root.reducer.kept.hide()
+    root.shown.follow_zero_grad()
+    root.shown.hide()
     try:
         with _shown(root, units, options):
             yield
     finally:
-        root.reducer.kept.show()
+        root.shown.show()
 
 
 @contextmanager

@@ -44,7 +44,7 @@ class GradientReducer:
     chooses_sums: bool
     """Whether the engine chooses that (`accumulation="auto"`)."""
     kept: KeptStep
-    """State of a step that it keeps, and shows in `.grad`, until the program gives the step up."""
+    """State of a step that it keeps until the program gives the step up."""
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
     and `sums_sharded`. The same on every rank."""
@@ -60,7 +60,7 @@ class GradientReducer:
         self._context = context
         self._units = units
         self.sums_sharded, self.chooses_sums = accumulation == "sharded", accumulation == "auto"
-        self.kept = KeptStep(units, context.streams)
+        self.kept = KeptStep(units)
         self.unit_flags = {}
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
@@ -92,7 +92,6 @@ class GradientReducer:
 
     def begin_backward(self) -> None:
         """A backward pass of the whole model begins."""
-        self.kept.follow_zero_grad()
         if self.chooses_sums and not self.requires_sync and not self.kept.adds_up:
             # The first micro-batch of several: the others must add up in the same place.
             handles = [handle for unit in self._units for handle in unit.handles]
@@ -148,7 +147,6 @@ class GradientReducer:
 
         Collective. Blocks the host on CPU, with offloaded parameters, and if a gradient is missing.
         """
-        self.kept.hide()  # Not before: `zero_grad` may follow a pass that fails.
         if self.agreed is not None:
             self.agreed.reduce_the_rest()
         last = self.undelivered()
@@ -203,7 +201,6 @@ class GradientReducer:
         if self.kept.adds_up or waiting:
             self._keep_sums()
         self.kept.end_pass(waiting, was_dropped)
-        self.kept.show()
         if self.agreed is not None:
             self.agreed.commit()
 

@@ -39,6 +39,8 @@ class RootState:
     """The units that a rank may skip (`layerzero/optional`), or None."""
     arguments: Any
     """The `Arguments` of the model."""
+    shown: Any = None
+    """The `ShownStep` of its gradients (optim/steps.py), or None."""
     kept_whole: Sequence[nn.Parameter] = ()
     """Parameters of the model that are not sharded."""
     learner: Any = None
@@ -190,7 +192,6 @@ class RootState:
             return  # A recomputation: its visits belong to the backward pass.
         self._start = self.clock
         self.streams.begin_pass()
-        self.reducer.kept.follow_zero_grad()
         for before_forward in self.extensions.before_forward:
             before_forward(unit, self._forward_pass)
         if self.has_forward_checks:
@@ -282,7 +283,6 @@ class RootState:
         # that had been posted.
         self.streams.wait_until_idle()
         self.operations.wait_until_idle()
-        self.reducer.kept.show()
         for unit in self.units:
             unit.reset()
             unit.keep_starts(0, self._start)
@@ -290,11 +290,6 @@ class RootState:
         self.context.replaced.clear()
         for after_abort in self.extensions.after_abort:
             after_abort()
-
-    def give_up_step(self) -> None:
-        """Drop what a step that failed or was left out keeps, without a `zero_grad`."""
-        self.abort()
-        self.reducer.kept.give_up()
 
 
 def root_of(unit: Unit) -> RootState:

@@ -387,6 +387,7 @@ class RunningJoin(Extension):
 
     def _follow_backward(self, request: Request) -> None:
         root, own = self._root, self._forwards.get(request.which)
+        root.shown.follow_zero_grad()
         with root.reducer.syncing(bool(request.mode % 2)):
             root.backward.run_without_graph(ForwardPass(own.start if own else root.clock))
 

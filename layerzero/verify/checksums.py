@@ -38,8 +38,7 @@ def word_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def word_sums_(out: torch.Tensor, xs: Sequence[torch.Tensor]) -> None:
     """See `word_sums`; `xs` are contiguous."""
-    if xs:
-        torch.stack([word_sum(each) for each in xs], out=out)
+    torch.stack([*map(word_sum, xs)], out=out)
 
 
 def word_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,14 +18,19 @@ from layerzero.build.wrap import UnitPlan
 from layerzero.config import size_text
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.flat.parameter_info import get_info
+from layerzero.module_tree.conversions import guard
+from layerzero.module_tree.structure import Structure
 from layerzero.notices import some, warn_once
 from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
+from layerzero.state_dict.awaited_values import AwaitedValues
 from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.methods import shown_by
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
+from layerzero.verify.same_plan import SamePlan, plain
+from layerzero.verify.start_values import StartValues
 from layerzero.wrapping.fsdp_arguments import to_arguments
 from layerzero.wrapping.refusals import refuse
 
@@ -61,9 +66,7 @@ def find_features(
         from layerzero.memory_budget.learner import refuse_what_it_chooses
 
         refuse_what_it_chooses(given)
-    from layerzero.module_tree.structure import AsWrapped
-
-    found: list[Feature] = [AsWrapped()]
+    found: list[Feature] = [_Always()]
     if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
         from layerzero.experts.units import Experts
 
@@ -78,34 +81,32 @@ def find_features(
     return found
 
 
-class _Modules(Feature):
-    def made(self, unit: Unit) -> None:
-        from layerzero.module_tree import conversions
+class _Always(Feature):
+    """The part of every model; the first feature, so that its extensions come before others."""
 
+    def new_unit(self, unit: Unit) -> None:
         module_state.install(unit)
-        conversions.install(unit)
+        for module in unit.owners:
+            guard(module)
+
+    def built(self, root: RootState) -> None:
+        root.structure, root.shown = Structure(root), steps.ShownStep(root)
+        root.extensions.add(root.shown)
+        root.extensions.add(root.structure)
 
 
-def with_parts_of_construction(plan: WrapPlan, given: Arguments) -> WrapPlan:
-    """The plan with the features that compare what ranks build, and the values that they start
-    from; and that give modules their state dicts and conversions."""
-    from layerzero.verify.same_plan import SamePlan
-
-    found: list[Feature] = [SamePlan(plan, given), _Modules()]
+def with_comparisons(plan: WrapPlan, given: Arguments) -> WrapPlan:
+    """The plan with features that compare what ranks build, and the values that they start from."""
+    compared: list[Feature] = [SamePlan(plan, given)]
     if not given.sync_module_states:
-        from layerzero.verify.start_values import StartValues
-
-        found.append(StartValues(plan.device))
-    return replace(plan, features=[*plan.features, *found])
+        compared.append(StartValues(plan.device))
+    return replace(plan, features=[*plan.features, *compared])
 
 
 def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topology) -> None:
     """Give a model that was just built the features of its steps."""
     given = root.arguments
     live_roots.add(root)
-    from layerzero.optim.waiting_gradients import WaitingGradient
-    from layerzero.state_dict.awaited_values import AwaitedValues
-
     if given.verify is not None:
         from layerzero.verify.verifier import Verifier
 
@@ -125,7 +126,6 @@ def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topolo
 
         root.extensions.add(Arena(root))
     root.extensions.add(AwaitedValues(root.units, root.device))
-    root.reducer.kept.make_stand_in = WaitingGradient
     guards.install(root)
     if not sys.modules.keys().isdisjoint(_LIBRARIES):
         from layerzero.state_dict import foreign_methods
@@ -150,8 +150,6 @@ def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topolo
 
 def _log_units(module: nn.Module, root: RootState) -> None:
     """Log what was sharded. Reads all units: only on the first rank, and if level INFO is on."""
-    from layerzero.verify.same_plan import plain
-
     units, full = root.units, [unit.nbytes for unit in root.units]
     handles = [handle for unit in units for handle in unit.handles]
     groups = (f"{h.placement}, {h.placement.shard_group.backend}" for h in handles)

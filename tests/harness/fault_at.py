@@ -74,7 +74,7 @@ def snapshot(model: ZeRO3, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Copies of parameters, `.grad`, optimizer state and sums of micro-batches, and open calls."""
     root = root_state(model)
     found: list[Any] = [_copy(each) for each in model.parameters()]
-    # Zeros stand for None while the engine keeps something of a step (step/kept_step.py).
+    # Zeros stand for None while the engine keeps something of a step (optim/steps.py).
     gradients = (
         p.grad if p.grad is not None and p.grad.any() else None for p in model.parameters()
     )
