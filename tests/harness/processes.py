@@ -1,66 +1,48 @@
-"""Programs in processes of the fork server, which has imported what would take them seconds."""
+"""Programs, and functions as programs, in new interpreters."""
 
-import multiprocessing.process
 import os
-import runpy
+import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.harness.ranks import context, redirect_output, server_finds_the_repository
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_CALL = """
+import os, pickle, sys
+fn, args = pickle.loads(bytes.fromhex(sys.argv[1]))
+os.chdir(sys.argv[2])
+fn(*args)
+"""
 
 
 def call_alone(
-    fn: Callable[..., Any],
-    *args: Any,
-    cwd: Path,
-    environment: dict[str, str] | None = None,
-    timeout: float = 120.0,
+    fn: Callable[..., Any], *args: Any, cwd: Path, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Call `fn(*args)` in a process of its own, which may start others.
+    """Call `fn(*args)` in a new interpreter, where `SystemExit` and other exceptions end it as they
+    end a program.
 
     Args:
-        fn: a function of a module; `SystemExit` and other exceptions end it as they end a program.
+        fn: a function of a module.
         cwd: its working directory.
-        environment: added to the server's, after torch was imported.
-        timeout: seconds, after which it is killed.
-
-    Raises:
-        AssertionError: it was killed.
+        **more: as of `run_python`.
     """
-    with tempfile.TemporaryDirectory(prefix="process-") as folder, server_finds_the_repository():
-        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = context.Process(target=_main, args=(outputs, cwd, environment or {}, fn, args))
-        process.start()
-        # As in ranks.py: else calls in several threads would read each other's exit codes.
-        multiprocessing.process._children.discard(process)
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        said, errors = (path.read_text() for path in outputs)
-        assert process.exitcode != -9, f"not done after {timeout} s\n{said}{errors}"
-        return subprocess.CompletedProcess(fn.__name__, process.exitcode or 0, said, errors)
+    pickled = pickle.dumps((fn, args)).hex()
+    return run_python("-c", _CALL, pickled, str(cwd), cwd=_REPOSITORY, **more)
 
 
-def run_script(path: Path, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """`python path arguments`; `more` as of `call_alone`."""
-    return call_alone(_run_script, str(path), arguments, **more)
-
-
-def _run_script(path: str, arguments: tuple[str, ...]) -> None:
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
-
-
-def _main(
-    outputs: list[Path], cwd: Path, environment: dict[str, str], fn: Callable[..., Any], args: Any
-) -> None:
-    redirect_output(*outputs)
-    os.chdir(cwd)
-    os.environ.update(environment)
-    fn(*args)
+def run_python(
+    *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """`python arguments`, which finds the repository. `environment` is added to this process's; the
+    timeout is an error."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **paths, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )

@@ -475,7 +475,7 @@ def give_up_descriptors(keep: set[int]) -> None:
 def _rank_main(start: _Start, connection: Connection) -> None:
     """The whole life of a rank; never returns (Note [A rank's life])."""
     _share_cores_well(start)
-    redirect_output(start.output_path, start.output_path)
+    _redirect_output(start.output_path)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     exit_code = 1
@@ -544,13 +544,13 @@ def _share_cores_well(start: _Start) -> None:
             os.sched_setaffinity(0, {cores[(start.rank + os.getppid()) % len(cores)]})
 
 
-def redirect_output(out: Path, err: Path) -> None:
-    """Append what this process writes to files, which may be the same one."""
-    for number, path in enumerate((out, err), start=1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _redirect_output(path: Path) -> None:
+    """Append what this process writes to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
         os.dup2(file, number)
-        os.close(file)
-    # In the order in which others, as the dump of stacks, write to the same files.
+    os.close(file)
+    # In the order in which others, as the dump of stacks, write to the same file.
     sys.stdout = open(1, "w", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
 

@@ -15,7 +15,7 @@ import torch
 from layerzero import ops
 from layerzero.ops import Segments, missing_kernels, native_status, ordered_sum_, pack_, reference
 from layerzero.ops.native import load, ops_revision
-from tests.harness.processes import run_script
+from tests.harness.processes import run_python
 from tests.ops.truth import concatenate, library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,9 +37,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def build(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What pip runs for an editable install, without pip's seconds."""
-    return run_script(
-        checkout / "setup.py",
-        *("build_ext", "--inplace"),
+    return run_python(
+        *("setup.py", "build_ext", "--inplace"),
         cwd=checkout,
         environment={"LAYERZERO_BUILD_EXT": "", "CUDA_HOME": str(checkout), **environment},
     )

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tarfile
 import venv
@@ -35,11 +34,8 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
 
 def _build(hook: str, target: Path) -> None:
     """As `python -m build --no-isolation` and pip do, by the name of a hook of PEP 517."""
-    import setuptools
     from setuptools import build_meta
 
-    # Where it appended the packages that it brings, before the fork.
-    sys.path.append(str(Path(setuptools.__file__).parent / "_vendor"))
     getattr(build_meta, hook)(str(target))
 
 
