@@ -51,6 +51,7 @@ from tests.harness.checks import assert_close_in_float64
 from tests.harness.internals import inner_units
 from tests.harness.random_models import WIDTH, Branches, Tied, on_meta, random_model
 from tests.harness.ranks import of_all_ranks
+from tests.harness.reference import full_gradients
 
 STEPS = 6
 Rng = random.Random
@@ -956,13 +957,12 @@ class Run:
 
     def _compare_gradients_of(self, other: ZeRO3, twin: nn.Module) -> None:
         scale = 1.0 if self._is_mean else 1.0 / self._world
-        with other.summon_full_params(writeback=False, with_grads=True):
-            for (name, p), q in zip(other.named_parameters(), twin.parameters(), strict=True):
-                if p.grad is None or q.grad is None:
-                    assert not any(g.any() for g in (p.grad, q.grad) if g is not None), name
-                else:
-                    grad = p.grad * self._own_divisor
-                    assert_close_in_float64(grad, q.grad * scale, name)
+        own = full_gradients(other).items()
+        for (name, grad), q in zip(own, twin.parameters(), strict=True):
+            if grad is None or q.grad is None:
+                assert not any(g.any() for g in (grad, q.grad) if g is not None), name
+            else:
+                assert_close_in_float64(grad * self._own_divisor, q.grad * scale, name)
 
     def _join(self) -> None:
         """Steps, and micro-batches of a step, of which a rank has fewer, and passes of a rank that
@@ -1070,15 +1070,11 @@ class Run:
         recomputes = {"recomputed", "reentrant"} & {*map(_way_of, self._twin.modules())}
         # What is recomputed reads the weights of then, as with plain `checkpoint`.
         if raised == [False, True] and not (self._hooked or self._scaled or recomputes):
-            for (name, p), other in zip(self._full(), before.parameters(), strict=True):
-                if other.grad is not None and p is not None:
-                    assert_close_in_float64(p, other.grad * self._world, name)
+            own = full_gradients(self._model).items()
+            for (name, gradient), other in zip(own, before.parameters(), strict=True):
+                if other.grad is not None and gradient is not None:
+                    assert_close_in_float64(gradient, other.grad * self._world, name)
         self._zero_grad()
-
-    def _full(self) -> list[tuple[str, Tensor | None]]:
-        with self._model.summon_full_params(writeback=False, with_grads=True):
-            pairs = self._model.named_parameters()
-            return [(name, None if p.grad is None else p.grad.clone()) for name, p in pairs]
 
     def _spoil(self) -> None:
         """What changes a parameter is refused; undone, it has done no harm."""
