@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import CollectiveError
+from layerzero.ops.reference import bits_of
 from layerzero.step_ledger import Ledger
 from layerzero.step_ledger.records import REASONS
 from tests.harness.ranks import of_all_ranks
@@ -168,12 +169,7 @@ def _assert_alike(actual: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        tensor.element_size()
-    ]
-    return tensor.detach().contiguous().view(integer)
+    return bits_of(tensor.detach().contiguous()) if tensor.is_floating_point() else tensor
 
 
 def _difference(actual: Tensor, expected: Tensor, same: Tensor) -> str:

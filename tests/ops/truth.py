@@ -11,6 +11,7 @@ import torch
 
 import layerzero
 from layerzero.ops import Segments, native_status, reference
+from layerzero.ops.reference import bits_of
 from layerzero.optim import step_ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -149,11 +150,8 @@ def _to_bfloat16(values: np.ndarray) -> torch.Tensor:
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal bits, so 0.0 is not -0.0; any NaN equals any other: torch's own payloads differ."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-        actual.element_size()
-    ]
     flat, wanted = actual.reshape(-1), expected.reshape(-1)
-    same = (flat.view(integer) == wanted.view(integer)) | (flat.isnan() & wanted.isnan())
+    same = (bits_of(flat) == bits_of(wanted)) | (flat.isnan() & wanted.isnan())
     if not same.all():
         wrong = (~same).nonzero().view(-1)
         first = int(wrong[0])
