@@ -1,4 +1,4 @@
-"""Programs, and functions as programs, in new interpreters."""
+"""Functions as programs, in interpreters of their own."""
 
 import os
 import pickle
@@ -18,30 +18,26 @@ fn(*args)
 
 
 def call_alone(
-    fn: Callable[..., Any], *args: Any, cwd: Path, **more: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    cwd: Path,
+    environment: dict[str, str] | None = None,
+    timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """Call `fn(*args)` in a new interpreter, where `SystemExit` and other exceptions end it as they
     end a program.
 
     Args:
-        fn: a function of a module.
+        fn: a function of a module, which is imported from the repository.
         cwd: its working directory.
-        **more: as of `run_python`.
+        environment: added to that of this process.
+        timeout: seconds, after which it is killed, and an error.
     """
-    pickled = pickle.dumps((fn, args)).hex()
-    return run_python("-c", _CALL, pickled, str(cwd), cwd=_REPOSITORY, **more)
-
-
-def run_python(
-    *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout: float = 120.0
-) -> subprocess.CompletedProcess[str]:
-    """`python arguments`, which finds the repository. `environment` is added to this process's; the
-    timeout is an error."""
-    paths = {"PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    paths = os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, **paths, **(environment or {})},
+        [sys.executable, "-c", _CALL, pickle.dumps((fn, args)).hex(), str(cwd)],
+        cwd=_REPOSITORY,
+        env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,8 +1,10 @@
 """The package installs with, without and with a broken compiler, and says which of them it was;
 where a device has no kernels of ours, plain torch runs and never blocks the host."""
 
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +17,6 @@ import torch
 from layerzero import ops
 from layerzero.ops import Segments, missing_kernels, native_status, ordered_sum_, pack_, reference
 from layerzero.ops.native import load, ops_revision
-from tests.harness.processes import run_python
 from tests.ops.truth import concatenate, library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +38,10 @@ def checkout(tmp_path: Path) -> Path:
 
 def build(checkout: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What pip runs for an editable install, without pip's seconds."""
-    return run_python(
-        *("setup.py", "build_ext", "--inplace"),
-        cwd=checkout,
-        environment={"LAYERZERO_BUILD_EXT": "", "CUDA_HOME": str(checkout), **environment},
-    )
+    own = {"LAYERZERO_BUILD_EXT": "", "CUDA_HOME": str(checkout), **environment}
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    env = {**os.environ, **own}
+    return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True)
 
 
 def lines_of_ours(done: subprocess.CompletedProcess[str]) -> list[str]:
