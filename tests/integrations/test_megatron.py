@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,9 +79,10 @@ def _norms_in_float64() -> Iterator[None]:
         flat = torch.cat([tensor.flatten() for tensor in lists[0]])
         return torch.linalg.vector_norm(flat, dtype=torch.float64)[None], None
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_foreach_norm", ours)
-        patch.setattr("megatron.core.optimizer.clip_grads.l2_norm_impl", theirs)
+    with (
+        mock.patch.object(torch, "_foreach_norm", ours),
+        mock.patch("megatron.core.optimizer.clip_grads.l2_norm_impl", theirs),
+    ):
         yield
 
 
@@ -97,8 +99,7 @@ def _two_contribute() -> Iterator[None]:
         mean, *others = loss_of(step, output)
         return mean * (place % groups.get_data_parallel_world_size() < 2), *others
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(example.ForwardStep, "loss", loss)
+    with mock.patch.object(example.ForwardStep, "loss", loss):
         yield
 
 
@@ -237,11 +238,13 @@ def test_shards_of_a_16_bit_model_are_float32() -> None:
 class _Surface:
     """Checks of one wrapped chunk on two ranks."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, **changed: Any) -> None:
+        """`changed`: names of the example's module, with other values."""
         self.example = _example()
         self.options = options
         self.config = self.example.transformer_config(options)
-        (self.chunk,), self.optimizer, _ = self.example.with_layerzero(options, self.config)
+        with mock.patch.multiple(self.example, **changed) if changed else contextlib.nullcontext():
+            (self.chunk,), self.optimizer, _ = self.example.with_layerzero(options, self.config)
 
     def run(self, micro_batches: int = 1, evaluate: bool = False) -> None:
         schedule = self.example.get_forward_backward_func()
@@ -291,9 +294,7 @@ def _gradients_of(options: Any) -> None:
     chunk.finish_grad_sync(force_all_reduce=True)
     assert not surface.gradients(), "what waited is dropped"
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(surface.example, "ddp_config", lambda _: _ddp(check_for_nan_in_grad=True))
-        checked = _Surface(options)
+    checked = _Surface(options, ddp_config=lambda _: _ddp(check_for_nan_in_grad=True))
     checked.run()
     if dist.get_rank() == 1:
         next(p for p in checked.chunk.parameters() if p.numel()).data[0] = math.nan
@@ -308,9 +309,7 @@ def _gradients_of(options: Any) -> None:
     )
     norms = []
     for given in (collection, minimal):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_example(), "ENGINE", {"pg_collection": given})
-            surface = _Surface(options)
+        surface = _Surface(options, ENGINE={"pg_collection": given})
         assert dist.get_process_group_ranks(surface.chunk.dp_cp_group) == [0, 1]
         surface.run()
         norms.append(surface.optimizer.step())
@@ -398,9 +397,7 @@ def test_gradients_parameters_and_state_are_handled_as_megatron_asks(tmp_path: P
 
 def _gathers_of_a_stage(reshards: bool) -> Callable[[Any], list[int]]:
     def run(options: Any) -> list[int]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_example(), "ENGINE", {"reshard_between_micro_batches": reshards})
-            surface = _Surface(options)
+        surface = _Surface(options, ENGINE={"reshard_between_micro_batches": reshards})
         counts = []
         for evaluate in (False, False, True):
             with recorded_operations(surface.chunk.engine) as operations:
