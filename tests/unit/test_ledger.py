@@ -1,11 +1,10 @@
-"""Waits are cut where their cause changes, clocks of ranks are brought together, and spans add
-up."""
+"""Waits are cut where their cause changes, and clocks of ranks are brought together."""
 
 import itertools
 
 import pytest
 
-from layerzero.step_ledger.figures import Explained, LastPeers, explain
+from layerzero.step_ledger.figures import LastPeers, explain
 from layerzero.step_ledger.records import (
     HOST_BOUND,
     ISSUED_LATE,
@@ -16,7 +15,6 @@ from layerzero.step_ledger.records import (
     Hop,
     Job,
     Record,
-    Slice,
     Wait,
 )
 from tests.harness.checks import of_floats
@@ -97,22 +95,3 @@ def test_a_device_waits_for_the_host_and_for_reductions_of_the_same_group() -> N
     behind[1].hops[0].issued = 2.5
     record = Record(0, 0, 100, behind, [Wait(1, 1, 3, 9)])
     assert _causes(record) == [(PREVIOUS, 5), (TRANSFER, 1)]
-
-
-def test_figures_are_means_of_a_step() -> None:
-    jobs = [_gather(7, 1, 1, 9), _gather(7, 20, 20, 24)]
-    jobs[1].unit = jobs[0].unit = "blocks.0"
-    waits = [Wait(0, 0, 3, 9), Wait(1, 1, 21, 23)]
-    passes = [Slice("forward", "", 0, 10), Slice("forward", "", 19, 30)]
-    record = Record(0, 0, 40, jobs, waits, passes, num_forwards=2)
-    explained = Explained({0: record})
-    row = explained.unit_row(0, "blocks.0", "blocks.0")
-    assert (row.gather_ms, row.exposed_gather_ms, row.gather_bytes) == (6000, 4000, 100)
-    assert row.reasons[TRANSFER] == 4000
-    assert explained.parts(0) == {
-        "forward": 6500,
-        "backward": 0,
-        "between passes": 9500,
-        "exposed gathers": 4000,
-        "exposed reductions": 0,
-    }
