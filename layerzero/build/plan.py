@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,8 +16,8 @@ from layerzero.build.wrap import UnitPlan, Visit, plan_units
 from layerzero.config import MixedPrecision
 from layerzero.flat.placement import Placement
 from layerzero.step.ignored import Ignored
-from layerzero.step.root import RootState, root_if_alive
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.root import RootState
+from layerzero.step.unit import Unit
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -110,11 +110,13 @@ def plan_wrapping(
     module: nn.Module,
     given: Arguments,
     find_features: FindFeatures,
+    nested_ignored: Iterable[nn.Module | nn.Parameter] = (),
     planned_for: tuple[int, ...] | None = None,
 ) -> WrapPlan:
     """Find the units of `module`. Changes nothing; not collective.
 
     Args:
+        nested_ignored: what wrapped models inside ignore.
         planned_for: the ranks that share a model that is only planned; None: those of
             `given.process_group` share it.
 
@@ -124,8 +126,7 @@ def plan_wrapping(
         NotImplementedError: both experts and other units have DTensors.
         RuntimeError: units inside belong to another wrapped model.
     """
-    nested = _nested_ignored(module)
-    ignored = Ignored([*nested, *given.ignored_modules, *given.ignored_parameters])
+    ignored = Ignored([*nested_ignored, *given.ignored_modules, *given.ignored_parameters])
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     everyone = planned_for or ranks_of(given.process_group)
     features = find_features(module, given, units, everyone)
@@ -143,13 +144,6 @@ def plan_wrapping(
         mesh=mesh,
         ignored=ignored,
     )
-
-
-def _nested_ignored(module: nn.Module) -> list[nn.Module | nn.Parameter]:
-    """The modules and parameters that ZeRO3 modules inside `module` ignore."""
-    units = filter(None, map(get_unit, module.modules()))
-    roots = {root for unit in units if (root := root_if_alive(unit)) is not None}
-    return [each for root in roots for each in root.ignored.now().members]
 
 
 def _arguments_of(

@@ -73,7 +73,7 @@ _WHAT = "arguments and parameters of ranks"
 def plan_on_every_rank(
     module: nn.Module,
     given: Mapping[str, Any],
-    check: Callable[[], Arguments],
+    check: Callable[[], tuple[Arguments, Sequence[nn.Module | nn.Parameter]]],
     find_features: FindFeatures,
 ) -> tuple[WrapPlan, Arguments]:
     """Check the arguments and plan the units; if a rank refuses, all raise. Changes nothing.
@@ -83,15 +83,15 @@ def plan_on_every_rank(
 
     Args:
         given: the arguments of `ZeRO3` by name.
-        check: returns them checked, or raises.
+        check: returns them checked, and what wrapped models inside ignore; or raises.
 
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: as `check` and `plan_wrapping`. A
             rank whose `process_group` is refused raises alone.
     """
     try:
-        arguments = check()
-        plan = plan_wrapping(module, arguments, find_features)
+        arguments, nested_ignored = check()
+        plan = plan_wrapping(module, arguments, find_features, nested_ignored)
         make_shard_groups(arguments.process_group, plan.device, arguments.timeout)
     except Exception as error:
         _refuse(given, error)

@@ -69,7 +69,7 @@ def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) ->
     copied, given = _hollow_copy(module, given)
     checked = check_arguments(given)
     check_sizes([_planned_group(0, range(world_size), "gloo")], checked.zero3_size)
-    plan = plan_wrapping(copied, checked, find_features, tuple(range(world_size)))
+    plan = plan_wrapping(copied, checked, find_features, planned_for=tuple(range(world_size)))
     return Prepared(copied, plan, checked, world_size, device)
 
 

@@ -43,8 +43,9 @@ class Structure(Extension):
         self._ignored = root.ignored
         self._units = root.units
         self._root_ref = weakref.ref(root.units[0].module)
-        self._named = dict(self._named_parameters(self._ignored.walk(self._root)))
-        self._take_snapshot()
+        modules = [*self._ignored.walk(self._root)]
+        self._named = dict(self._named_parameters(modules))
+        self._take_snapshot(modules)
 
     @property
     def _root(self) -> nn.Module:
@@ -88,7 +89,7 @@ class Structure(Extension):
                     "optimizer. (torch.func.functional_call takes a copy of the module made before "
                     "wrapping, or this one inside summon_full_params() and torch.no_grad())"
                 )
-            self._take_snapshot()
+            self._take_snapshot(self._ignored.walk(self._root))
 
     def end_first_values(self) -> None:
         """The model is about to be used."""
@@ -96,8 +97,8 @@ class Structure(Extension):
         if values is not None:
             values.end()
 
-    def _take_snapshot(self) -> None:
-        dicts = [module.__dict__ for _, module in self._ignored.walk(self._root)]
+    def _take_snapshot(self, modules: Modules) -> None:
+        dicts = [module.__dict__ for _, module in modules]
         self._dicts = dicts[1:]  # Not the root's, which would keep it alive.
         self._children = [dict(_children_of(each)) for each in dicts]
         self._parameter_dicts = [_parameters_of(each) for each in dicts]

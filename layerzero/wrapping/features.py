@@ -27,7 +27,7 @@ from layerzero.state_dict import module_state
 from layerzero.state_dict.awaited_values import AwaitedValues
 from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.methods import shown_by
-from layerzero.step.root import RootState
+from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.unit import Unit, get_unit
 from layerzero.verify.same_plan import SamePlan, plain
 from layerzero.verify.start_values import StartValues
@@ -41,16 +41,21 @@ _OF_EXPERTS = {"process_group", "expert_numbers"}
 """Arguments of units that are experts."""
 
 
-def checked(module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Arguments:
-    """The arguments of `ZeRO3`, checked, for a module that was unwrapped if its wrapper is gone.
-    Collective over the model's ranks only where there was such a wrapper."""
+def checked(
+    module: nn.Module, given: Mapping[str, Any], unknown: Mapping[str, Any]
+) -> tuple[Arguments, list[nn.Module | nn.Parameter]]:
+    """The arguments of `ZeRO3`, checked, for a module that is unwrapped if its wrapper is gone; and
+    what ZeRO3 modules inside ignore. Collective over the model's ranks only in that case."""
     arguments = check_arguments(to_arguments(given, unknown))
     resolve_process_groups(arguments.process_group)  # Raises if there is none.
-    if any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
-        from layerzero.wrapping.rewrap import unwrap_left
+    if not any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
+        return arguments, []
+    from layerzero.wrapping.rewrap import unwrap_left
 
-        arguments = unwrap_left(module, arguments)
-    return arguments
+    arguments = unwrap_left(module, arguments)
+    units = filter(None, map(get_unit, module.modules()))
+    roots = {root for unit in units if (root := root_if_alive(unit)) is not None}
+    return arguments, [each for root in roots for each in root.ignored.now().members]
 
 
 def find_features(
