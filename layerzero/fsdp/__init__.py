@@ -119,6 +119,9 @@ def fully_shard(
             hooks.install_on_calls(each, state.unit)
             guard(each)
     keep_root(modules[0], root, modules[0])
+    for part in top.modules():
+        if hasattr(part, "generate"):  # That of transformers goes on until all ranks are done.
+            part.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for each in modules:
         each.__dict__[STATE] = state
         if "compile" in each.__dict__:  # Not if its class has one of its own.
@@ -130,8 +133,7 @@ def fully_shard(
     for other in states_inside(top).keys() - {state}:
         _join(other, top)
     follow_flags(root)
-    if any(unit.comm_hooks for unit in root.units):
-        set_hooks(root)
+    set_hooks(root)
     return module
 
 
@@ -218,10 +220,9 @@ def _join(state: State, top: nn.Module) -> None:
         unit.fqn = ""
         unit.rename(clean_name(path))
         for handle in unit.handles:
-            pairs = zip(handle.sharded_params, handle.fqns, strict=True)
-            handle.fqns = [names.get(id(sharded), fqn) for sharded, fqn in pairs]
-            for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
-                change_info(sharded, fqn=fqn)
+            for index, sharded in enumerate(handle.sharded_params):
+                handle.fqns[index] = names.get(id(sharded), handle.fqns[index])
+                change_info(sharded, fqn=handle.fqns[index])
 
 
 @functools.cache

@@ -346,8 +346,12 @@ def test_folders_are_those_of_from_pretrained_and_save_pretrained(tmp_path: Path
     # Ranks have prompts of other lengths, and stop at other times.
     prompt = torch.arange(1, 4 + dist.get_rank()).view(1, -1)
     chosen = {"max_new_tokens": 6 + 3 * dist.get_rank(), "do_sample": False, "pad_token_id": 0}
-    generated = loaded.module.generate(prompt, **chosen)
-    assert torch.equal(generated, build("gpt2").eval().generate(prompt, **chosen))
+    in_place = build("gpt2").eval()
+    for part in (*in_place.transformer.h, in_place):
+        fully_shard(part)
+    for each in (in_place, loaded.module):
+        generated = each.generate(prompt, **chosen)
+        assert torch.equal(generated, build("gpt2").eval().generate(prompt, **chosen))
     with loaded.summon_full_params(writeback=False):
         if dist.get_rank() == 0:  # Here one rank may generate alone.
             alone = loaded.module.generate(prompt, **chosen, synced_gpus=False)
