@@ -7,6 +7,7 @@ In float64, so that the order of sums does not matter: what differs is an error.
 import contextlib
 import copy
 import random
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -158,13 +159,18 @@ class Run:
         trained = [name for name, p in self._twin.named_parameters() if p.requires_grad]
         names = [name for name, _ in self._twin.named_parameters()][1:]
         name = self.rng.choice(names)
-        if name in trained and len(trained) < 4:
+        chosen = self._alike(name)
+        if name in trained and sum(self._alike(each) != chosen for each in trained) < 3:
             return
         for model in (self._model, self._twin):
             for own, parameter in model.named_parameters():
                 info = getattr(parameter, "layerzero", None)
-                if name == (own if info is None else info.fqn):
+                if chosen == self._alike(own if info is None else info.fqn):
                     parameter.requires_grad_(not parameter.requires_grad)
+
+    def _alike(self, name: str) -> str:
+        """What `_freeze` chooses for this parameter, and for all others it returns the same of."""
+        return name
 
     def _states(self) -> None:
         full = checkpoint.get_model_state_dict(self._model, full=True)
@@ -252,6 +258,11 @@ class RunOfExperts(Run):
         named = self._model.named_parameters()
         self._names = {name: parameter.layerzero.fqn for name, parameter in named}
         self._own_optimizer = self._optimizer(self._model)
+
+    def _alike(self, name: str) -> str:
+        """Of all experts, where what reaches a layer needs gradients by its experts alone: with
+        one rank's trainable, only that rank would exchange gradients with the others."""
+        return name if self._twin.stem.weight.requires_grad else re.sub(r"each\.\d+", "", name)
 
     def _batch(self) -> list[tuple[Tensor, ...]]:
         """Of so few tokens that some experts get none, and some none on any rank."""

@@ -41,6 +41,7 @@ from layerzero.flat.host_memory import HostMemory
 from layerzero.optim.waiting_gradients import WaitingGradient
 from layerzero.step import root
 from layerzero.step.context import RuntimeContext
+from layerzero.step.unit import GATHERING, Unit
 from layerzero.watch import watchdog
 from layerzero.watch.watchdog import Watchdog
 from tests.harness.recording import observed
@@ -660,6 +661,12 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
             if leaf.grad is not None:
                 device.memory.name(leaf.grad, "unsharded gradient")
 
+    def throw_away(unit: Unit, *_: Any, **__: Any) -> None:
+        """Nobody has waited for what is gathered, as where weights were written since."""
+        if unit.state is GATHERING:
+            for handle in unit.handles:
+                device.memory.throw_away(handle.main_shard, unit.label)
+
     @contextmanager
     def noted_profile(context: RuntimeContext, action: str, unit: str) -> Iterator[None]:
         with profile(context, action, unit), device.at(unit):
@@ -673,6 +680,7 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         verb = device.collective(getattr(module, name), in_place)
         return mock.patch.object(module, name, verb)
 
+    reading = {name: device.reading(getattr(Tensor, name)) for name in ("tolist", "numpy", "cpu")}
     with (
         mock.patch.object(torch, "get_device_module", lambda _: device),
         observed(torch.UntypedStorage, "resize_", after=lambda *call: device.note_resize(call[1])),
@@ -680,15 +688,13 @@ def simulated_device(**settings: Any) -> Iterator[SimulatedDevice]:
         mock.patch.object(arguments, "has_separate_memory", lambda _: True),
         mock.patch.object(HostMemory, "empty", on_host),
         observed(GradientBuffer, "collect", name_gradients),
+        observed(Unit, "reshard", throw_away),
         mock.patch.object(RuntimeContext, "profile", noted_profile),
         refused(Streams, "events_before", "the watchdog watches a collective"),
         refused(Watchdog, "_compare_with_next_rank", "a rank writes to the store"),
         refused(watchdog, "_published", "a rank reads from the store"),
         mock.patch.object(torch, "tensor", device.making(torch.tensor)),
-        mock.patch.object(Tensor, "tolist", device.reading(Tensor.tolist)),
-        mock.patch.object(Tensor, "numpy", device.reading(Tensor.numpy)),
-        mock.patch.object(Tensor, "cpu", device.reading(Tensor.cpu)),
-        mock.patch.object(Tensor, "to", device.moving(Tensor.to)),
+        mock.patch.multiple(Tensor, to=device.moving(Tensor.to), **reading),
         queued(collectives, "_issue_all_gather"),
         queued(collectives, "_issue_reduce_scatter"),
         queued(dist, "all_to_all_single"),

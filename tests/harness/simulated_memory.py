@@ -250,6 +250,17 @@ class MemoryWatch:
         if storage.nbytes():
             self.allocate(storage, home, allocated_by("resize_"))
 
+    def throw_away(self, source: Tensor, unit: str) -> None:
+        """What was read of `source` last for a unit goes unused: writes need not wait for that."""
+        memory = self.find(source)
+        if memory is not None:
+            reads = [use for _, use in memory.read.values() if use.what.endswith(f"[{unit}]")]
+            self.races[:] = (
+                race
+                for race in self.races
+                if race.memory != memory.name or not any(race.earlier is use for use in reads)
+            )
+
     def access(self, tensor: Tensor, stream: Stream, use: Use, home: Stream, writes: bool) -> None:
         """`home`: of memory that was not seen before."""
         storage = tensor.untyped_storage()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -68,7 +69,7 @@ def clipping(model: ZeRO3) -> None:
 
 
 @torch.no_grad()
-def _halve(model: ZeRO3) -> None:
+def _halve(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.mul_(0.5)
 
@@ -176,12 +177,14 @@ def a_missing_gradient(model: ZeRO3) -> None:
 
 
 def unused_gathers(model: ZeRO3) -> None:
-    """What was gathered is freed, and nobody has waited for it; then weights are written."""
+    """What was gathered is freed, and nobody has waited for it. Weights are written after that, or
+    before, inside a forward: then the unit is gathered again."""
     train(model, 1)
     model.unshard(async_op=True)
     model.reshard()
     _halve(model)
-    train(model, 1)
+    model.module.register_forward_pre_hook(lambda *_: _halve(model.module.blocks[0]))
+    train(model, 2)
 
 
 def a_momentum_encoder(model: ZeRO3) -> None:
