@@ -79,8 +79,7 @@ class Structure(Extension):
         """
         self.end_first_values()
         if not self._is_same():
-            changes = self.changes()
-            if changes:
+            if changes := self.changes():
                 raise RuntimeError(
                     f"{what}: the model changed after wrapping: {changes}. New parameters are in "
                     "no unit, so they would not be sharded, reduced or saved. Change modules "
