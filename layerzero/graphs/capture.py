@@ -371,10 +371,7 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return spec, kinds
 
 
-_ALLOWED = tuple(
-    f"layerzero.{each}"
-    for each in ("guards", "graphs", "module_tree", "optim.steps", "state_dict.awaited_values")
-)
+_ALLOWED = tuple(f"layerzero.{each}" for each in ("guards", "graphs", "module_tree", "optim.steps"))
 """Features whose extensions a graph may contain."""
 
 

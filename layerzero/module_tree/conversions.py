@@ -98,7 +98,7 @@ def guard(module: nn.Module) -> None:
             _move(moved, parts, convert)
         _convert(guarded, convert, recurse, keeps_sharded=begins)
         if begins:
-            from layerzero.state_dict import first_values
+            from layerzero.module_tree import first_values
 
             for unit in dict.fromkeys(shown_by(guarded).values()):
                 first_values.begin(unit, guarded, parts)

@@ -36,7 +36,7 @@ class Structure(Extension):
     was_dropped = False
     """Whether it was changed where values are not written back."""
     first_values: Any = None
-    """Whole parameters shown after `to_empty` (state_dict/first_values.py), until the next check;
+    """Whole parameters shown after `to_empty` (first_values.py), until the next check;
     or None."""
 
     def __init__(self, root: RootState) -> None:

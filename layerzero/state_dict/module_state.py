@@ -185,10 +185,10 @@ def local_part(value: torch.Tensor, sharded_param: nn.Parameter) -> torch.Tensor
     Raises:
         ValueError: `value` is none of these.
     """
-    from layerzero.state_dict.first_values import WholeParameter
     from layerzero.state_dict.parameter_shard import ParameterShard
 
-    if isinstance(value, WholeParameter) and value._whole.sharded is sharded_param:
+    whole = getattr(value, "_whole", None)  # Of a `WholeParameter` (module_tree/first_values.py).
+    if whole is not None and whole.sharded is sharded_param:
         return sharded_param  # torch's `set_model_state_dict` passes it for what was not saved.
     info, own = info_of(sharded_param), shard_of(sharded_param, sharded_param.detach())
     if isinstance(value, DTensor):

@@ -18,13 +18,13 @@ from layerzero.build.wrap import UnitPlan
 from layerzero.config import size_text
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.flat.parameter_info import get_info
+from layerzero.module_tree.awaited_values import AwaitedValues
 from layerzero.module_tree.conversions import guard
 from layerzero.module_tree.structure import Structure
 from layerzero.notices import some, warn_once
 from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
-from layerzero.state_dict.awaited_values import AwaitedValues
 from layerzero.state_dict.torch_gather import patch_torch
 from layerzero.step.methods import shown_by
 from layerzero.step.root import RootState, root_if_alive

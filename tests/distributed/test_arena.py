@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3, units
-from layerzero.step.reduction import Reduction
-from layerzero.step.unit import Unit
 from tests.harness.counted_memory import measure
+from tests.harness.internals import Reduction, Unit
 from tests.harness.models import WIDTH, Block
 from tests.harness.planned_models import CASES
 from tests.harness.ranks import KeptRanks, on_ranks

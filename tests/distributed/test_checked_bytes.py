@@ -18,15 +18,12 @@ from torch import nn
 
 import layerzero
 from layerzero import MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
-from layerzero.comm.gloo import messages
-from layerzero.comm.pending import Pending
 from layerzero.errors import CorruptionError
-from layerzero.flat.placement import ShardGroup
-from layerzero.step.context import RuntimeContext
 from layerzero.verify.verifier import Verifier
 from tests.distributed import test_experts as experts
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.checks import named
+from tests.harness.internals import Pending, RuntimeContext, ShardGroup, messages
 from tests.harness.models import Block
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks

@@ -33,9 +33,9 @@ from layerzero.checkpoint import (
     stream_full,
     transfer,
 )
-from layerzero.flat import host_memory as host
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.host_memory import FakeRuntime
+from tests.harness.internals import host_memory as host
 from tests.harness.models import CASES, WIDTH, Block, Mlp, OddShapes, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import logged, observed

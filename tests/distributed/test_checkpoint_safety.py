@@ -23,8 +23,8 @@ from layerzero import CollectiveError, ZeRO3
 from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, saving
 from layerzero.checkpoint.format.folder import locked
 from layerzero.checkpoint.source import open_source
-from layerzero.watch import diagnosis
 from tests.harness.checks import assert_same_parameters
+from tests.harness.internals import diagnosis
 from tests.harness.models import Block, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.recording import observed

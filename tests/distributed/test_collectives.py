@@ -26,17 +26,20 @@ from layerzero import (
     units,
 )
 from layerzero.checkpoint import get_model_state_dict
-from layerzero.comm import collectives
-from layerzero.comm.collectives import reduce_scatter
-from layerzero.comm.pending import Operation
-from layerzero.flat.groups import make_shard_group
-from layerzero.flat.placement import ShardGroup
 from layerzero.memory_budget.storages import StorageCount
 from layerzero.ops import ordered_sum_
-from layerzero.step.unit import ShardState
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import linears, zero3
-from tests.harness.internals import Unit, root_state
+from tests.harness.internals import (
+    Operation,
+    ShardGroup,
+    ShardState,
+    Unit,
+    collectives,
+    make_shard_group,
+    reduce_scatter,
+    root_state,
+)
 from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks

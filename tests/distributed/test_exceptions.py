@@ -21,14 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3, units
-from layerzero.comm.gloo.messages import Messages
 from layerzero.optim import AdamW
 from layerzero.optim.waiting_gradients import WaitingGradient
-from layerzero.step.backward import BackwardPass
 from tests.harness.checks import assert_same_on_all_ranks, named
 from tests.harness.compare import assert_same_gradients
 from tests.harness.fault_at import FaultAt, differences, snapshot
-from tests.harness.internals import root_state
+from tests.harness.internals import BackwardPass, Messages, root_state
 from tests.harness.models import WIDTH, Block, Mlp
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.recording import observed

@@ -12,11 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layerzero.comm.exchanges import broadcast
-from layerzero.comm.pending import Operation
-from layerzero.flat.groups import describe_group
 from tests.faults.cells import Cell, all_cells
 from tests.faults.judge import problems_of
+from tests.harness.internals import Operation, broadcast, describe_group
 from tests.harness.ranks import on_ranks
 
 SHORT = [

@@ -22,14 +22,9 @@ from torch import Tensor
 
 import layerzero
 from layerzero import OffloadPolicy, ZeRO3
-from layerzero.flat.host_memory import HostMemory
 from layerzero.graphs import capture as graph_capture
 from layerzero.graphs.capture import CapturedStep
 from layerzero.optim import AdamW, WholeTensorOptimizer
-from layerzero.step.operations import Operations
-from layerzero.step.reducer import GradientReducer
-from layerzero.step.unit import Unit
-from layerzero.watch import watchdog
 from tests.harness import captured_steps
 from tests.harness.captured_steps import (
     OWN_PROGRAMS,
@@ -41,7 +36,14 @@ from tests.harness.captured_steps import (
 )
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.fake_ranks import run_fake_ranks, run_mirrored
-from tests.harness.internals import root_state
+from tests.harness.internals import (
+    GradientReducer,
+    HostMemory,
+    Operations,
+    Unit,
+    root_state,
+    watchdog,
+)
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import observed

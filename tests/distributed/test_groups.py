@@ -21,15 +21,18 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from layerzero import GradScaler, MixedPrecision, ReductionPolicy, ZeRO3, checkpoint
-from layerzero.comm.new_groups import new_group
-from layerzero.flat.groups import BACKEND_GRACE
 from layerzero.parallel import ParallelManager
 from layerzero.state_dict.checkpoint_group import checkpoint_group_of
-from layerzero.step.reducer import GradientReducer
-from layerzero.step.unit import Unit, get_unit
 from tests.harness.compare import assert_trains_alike, zero3
 from tests.harness.fake_ranks import as_fake_ranks
-from tests.harness.internals import root_state
+from tests.harness.internals import (
+    BACKEND_GRACE,
+    GradientReducer,
+    Unit,
+    get_unit,
+    new_group,
+    root_state,
+)
 from tests.harness.models import Block, Mlp
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks

@@ -20,10 +20,9 @@ from torch.torch_version import TorchVersion
 
 import layerzero
 from layerzero import ZeRO3
-from layerzero.comm.gloo import threads as loop_threads
-from layerzero.watch import watchdog
-from layerzero.watch.events import EventPool, PooledEvent
 from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
+from tests.harness.internals import EventPool, PooledEvent, watchdog
+from tests.harness.internals import threads as loop_threads
 from tests.harness.models import Mlp
 from tests.harness.pages import REPOSITORY
 from tests.harness.ranks import on_ranks

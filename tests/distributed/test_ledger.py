@@ -18,13 +18,12 @@ from torch import nn
 
 import layerzero
 from layerzero import ZeRO3
-from layerzero.comm.pending import Pending
 from layerzero.step_ledger import Ledger, recorder
 from tests.harness import stream_uses
 from tests.harness.checks import NANOSECOND_MS, check_ledger, of_milliseconds
 from tests.harness.compare import linears
 from tests.harness.fake_ranks import run_fake_ranks
-from tests.harness.internals import root_state
+from tests.harness.internals import Pending, root_state
 from tests.harness.models import WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import observed

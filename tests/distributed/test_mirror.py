@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layerzero.flat.flat_param import FlatParam
 from tests.distributed import test_missing_waits
 from tests.gpu import mirror, scenes, test_uses
 from tests.gpu.mirror_runs import (
@@ -30,6 +29,7 @@ from tests.gpu.mirror_runs import (
 from tests.gpu.process import ProcessFailed, in_process
 from tests.gpu.test_mirror import VISIBLE
 from tests.harness import stream_uses
+from tests.harness.internals import FlatParam
 from tests.harness.ranks import on_ranks, run_ranks
 
 

@@ -13,11 +13,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import GradScaler, MixedPrecision, OffloadPolicy, ZeRO3, units
-from layerzero.flat import host_memory as host
 from tests.harness.checks import assert_bitwise, assert_same_parameters, named, warns_on_first_rank
 from tests.harness.compare import assert_same_values, sharded
 from tests.harness.fake_ranks import run_mirrored
 from tests.harness.host_memory import FakeRuntime
+from tests.harness.internals import host_memory as host
 from tests.harness.internals import inner_units, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
 from tests.harness.ranks import on_ranks

@@ -22,10 +22,9 @@ import layerzero
 from layerzero import ZeRO3
 from layerzero.optional.optional_units import Places
 from layerzero.parallel.pipeline import ZeRO3PipelineStage
-from layerzero.watch import desync
 from tests.harness.checks import assert_close_in_float64, error_in_time, named
 from tests.harness.compare import assert_trains_alike
-from tests.harness.internals import inner_units, root_state
+from tests.harness.internals import desync, inner_units, root_state
 from tests.harness.models import WIDTH, Block, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Muon
 
 from layerzero import ZeRO3, units
-from layerzero.flat import flatten
 from layerzero.optim import AdamW
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_trains_alike, sharded, zero3
-from tests.harness.internals import inner_units
+from tests.harness.internals import flatten, inner_units
 from tests.harness.models import CASES, Case
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.reference import batches_of, full_parameters, plain, train_rank

@@ -19,17 +19,22 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ZeRO3
-from layerzero.comm import collectives, exchanges, streams
-from layerzero.comm.pending import Operation, Pending
-from layerzero.comm.streams import Streams
-from layerzero.flat.placement import ShardGroup
 from layerzero.optim import WholeTensorOptimizer
-from layerzero.step import hooks
-from layerzero.step.reducer import GradientReducer
-from layerzero.step.unit import Unit
-from layerzero.watch.watchdog import Watchdog
 from tests.harness.fake_ranks import as_fake_ranks, run_fake_ranks
-from tests.harness.internals import root_state
+from tests.harness.internals import (
+    GradientReducer,
+    Operation,
+    Pending,
+    ShardGroup,
+    Streams,
+    Unit,
+    Watchdog,
+    collectives,
+    exchanges,
+    hooks,
+    root_state,
+    streams,
+)
 from tests.harness.models import WIDTH
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks

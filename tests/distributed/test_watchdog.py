@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import CollectiveError, ZeRO3, checkpoint
-from layerzero.flat import groups
-from layerzero.watch import desync, diagnosis
 from tests.harness.checks import assert_bitwise, error_in_time
-from tests.harness.internals import root_state
+from tests.harness.internals import desync, diagnosis, groups, root_state
 from tests.harness.models import WIDTH, Block, Mlp, Routed
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import of_all_ranks, on_ranks, run_ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from layerzero import MixedPrecision, ZeRO3, optim, register_forward_method
-from layerzero.state_dict.awaited_values import check_first_forward
+from layerzero.module_tree.awaited_values import check_first_forward
 from tests.harness.checks import assert_bitwise
 from tests.harness.compare import assert_same_gradients, assert_trains_alike, zero3
 from tests.harness.internals import move_shards, root_state

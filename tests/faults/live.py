@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 import layerzero
 from layerzero import CollectiveError, ZeRO3, checkpoint
-from layerzero.comm import new_groups, pending
-from layerzero.comm.gloo import messages
-from layerzero.watch import diagnosis, watchdog
 from tests.faults.cells import Cell
+from tests.harness.internals import diagnosis, messages, new_groups, pending, watchdog
 from tests.harness.recording import observed
 from tests.harness.served_store import serve_store
 

@@ -38,12 +38,17 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import AllToAllOptions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from layerzero.comm import collectives, exchanges, ordered_sums, pending
-from layerzero.flat import groups
-from layerzero.flat.parameter_info import get_info
-from layerzero.flat.placement import ShardGroup
 from tests.gpu.link import Link
-from tests.harness.internals import inner_units
+from tests.harness.internals import (
+    ShardGroup,
+    collectives,
+    exchanges,
+    get_info,
+    groups,
+    inner_units,
+    ordered_sums,
+    pending,
+)
 
 _ALL_TO_ALL = "all_to_all_single" if hasattr(dist.ProcessGroup, "all_to_all_single") else ""
 

@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerzero import MixedPrecision, ZeRO3
-from layerzero.comm import collectives
-from layerzero.flat.placement import ShardGroup
 from tests.gpu.mirror import Mirror, Wires, fake_world, one_rank_group
 from tests.gpu.mirror_runs import Pair, build
-from tests.harness.internals import root_state
+from tests.harness.internals import ShardGroup, collectives, root_state
 from tests.harness.models import Block
 
 LONG_SLEEP = 1_000_000_000

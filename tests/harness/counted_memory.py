@@ -11,11 +11,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-import layerzero.comm.gloo.threads as threads
 from layerzero import ZeRO3
 from layerzero.memory_budget.learner import LateStream
 from layerzero.memory_budget.storages import CountingMode, StorageCount
-from tests.harness.internals import root_state
+from tests.harness.internals import root_state, threads
 from tests.harness.models import tensors_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

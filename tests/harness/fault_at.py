@@ -12,9 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero import ZeRO3
-from layerzero.comm.gloo.threads import FinishingStream
-from layerzero.comm.streams import InlineStream, Waitable
-from tests.harness.internals import root_state
+from tests.harness.internals import FinishingStream, InlineStream, Waitable, root_state
 
 _start_after = FinishingStream.start_after
 

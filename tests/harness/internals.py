@@ -1,13 +1,60 @@
-"""The engine's own objects behind a wrapped model, for tests that look inside."""
+"""The engine's own objects, for tests that look inside: where one moves, only this file changes.
+
+Tests of the integers in `flat/` import those themselves.
+"""
+# ruff: noqa: F401
 
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from layerzero.module_tree.conversions import move
+from layerzero.build import arguments, device
+from layerzero.build.device import check_device_type, current_accelerator
+from layerzero.build.materialize import _kept_generators
+from layerzero.build.wrap import plan_units
+from layerzero.comm import collectives, exchanges, new_groups, ordered_sums, pending, streams
+from layerzero.comm.collectives import reduce_scatter
+from layerzero.comm.exchanges import broadcast
+from layerzero.comm.gloo import messages, threads
+from layerzero.comm.gloo.messages import Messages
+from layerzero.comm.gloo.threads import FinishingStream
+from layerzero.comm.new_groups import new_group
+from layerzero.comm.pending import Operation, Pending
+from layerzero.comm.streams import DeviceStream, InlineStream, Streams, Waitable, _OnStream
+from layerzero.flat import flatten, groups, host_memory
+from layerzero.flat.flat_param import FlatParam
+from layerzero.flat.gradient_sums import GradientSums
+from layerzero.flat.gradients import GradientBuffer
+from layerzero.flat.groups import BACKEND_GRACE, describe_group, make_shard_group
+from layerzero.flat.host_memory import HostMemory
+from layerzero.flat.parameter_info import get_info
+from layerzero.flat.placement import ShardGroup
+from layerzero.module_tree import conversions
+from layerzero.step import hooks, root
+from layerzero.step.backward import BackwardPass
+from layerzero.step.context import RuntimeContext
+from layerzero.step.exec_order import MAX_AGE, MAX_KINDS, ExecOrderRecorder
+from layerzero.step.handle import FlatParamHandle
+from layerzero.step.operations import Operations
+from layerzero.step.reducer import GradientReducer
+from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState, root_of
-from layerzero.step.unit import Unit, get_unit
+from layerzero.step.scheduler import UnshardScheduler
+from layerzero.step.tensors import find_tensors, move
+from layerzero.step.unit import (
+    GATHERING,
+    ShardState,
+    TrainingState,
+    Unit,
+    check_transition,
+    get_unit,
+)
+from layerzero.watch import desync, diagnosis, events, watchdog
+from layerzero.watch.diagnosis import CollectiveError
+from layerzero.watch.events import EventPool, PooledEvent, stream_interface
+from layerzero.watch.thread import run_periodically
+from layerzero.watch.watchdog import Watchdog
 from layerzero.wrapping.units import ordered_units
 
 
@@ -26,4 +73,4 @@ def root_state(model: nn.Module) -> RootState:
 def move_shards(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What `model.to(device)` does, for any function that returns a tensor in other memory."""
     for handle in (handle for unit in root_state(model).units for handle in unit.handles):
-        move(handle, convert)
+        conversions.move(handle, convert)

@@ -11,15 +11,19 @@ from unittest import mock
 
 from torch import Tensor
 
-from layerzero.comm.pending import Pending
-from layerzero.comm.streams import DeviceStream, Streams, _OnStream
-from layerzero.step.context import RuntimeContext
-from layerzero.step.handle import FlatParamHandle
-from layerzero.step.reducer import GradientReducer
-from layerzero.step.reduction import Reduction
-from layerzero.step.scheduler import UnshardScheduler
-from layerzero.step.unit import Unit
-from layerzero.watch.events import EventPool
+from tests.harness.internals import (
+    DeviceStream,
+    EventPool,
+    FlatParamHandle,
+    GradientReducer,
+    Pending,
+    Reduction,
+    RuntimeContext,
+    Streams,
+    Unit,
+    UnshardScheduler,
+    _OnStream,
+)
 from tests.harness.recording import observed
 
 

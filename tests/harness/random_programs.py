@@ -45,10 +45,9 @@ from layerzero import (
     rewrap,
     units,
 )
-from layerzero.flat.parameter_info import get_info
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_close_in_float64
-from tests.harness.internals import inner_units
+from tests.harness.internals import get_info, inner_units
 from tests.harness.random_models import WIDTH, Branches, Tied, on_meta, random_model
 from tests.harness.ranks import of_all_ranks
 from tests.harness.reference import full_gradients

@@ -8,12 +8,15 @@ from typing import Any
 from unittest import mock
 
 from layerzero import ZeRO3, zero3
-from layerzero.comm.pending import Operation
-from layerzero.flat.gradient_sums import GradientSums
-from layerzero.flat.placement import ShardGroup
 from layerzero.optional.exchange import Exchange
-from layerzero.step.root import RootState
-from tests.harness.internals import inner_units, root_state
+from tests.harness.internals import (
+    GradientSums,
+    Operation,
+    RootState,
+    ShardGroup,
+    inner_units,
+    root_state,
+)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...

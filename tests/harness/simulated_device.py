@@ -33,17 +33,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layerzero.build import arguments
-from layerzero.comm import collectives
-from layerzero.comm.streams import DeviceStream, Streams
-from layerzero.flat.gradients import GradientBuffer
-from layerzero.flat.host_memory import HostMemory
 from layerzero.optim.waiting_gradients import WaitingGradient
-from layerzero.step import root
-from layerzero.step.context import RuntimeContext
-from layerzero.step.unit import GATHERING, Unit
-from layerzero.watch import watchdog
-from layerzero.watch.watchdog import Watchdog
+from tests.harness.internals import (
+    GATHERING,
+    DeviceStream,
+    GradientBuffer,
+    HostMemory,
+    RuntimeContext,
+    Streams,
+    Unit,
+    Watchdog,
+    arguments,
+    collectives,
+    root,
+    watchdog,
+)
 from tests.harness.recording import observed
 from tests.harness.simulated_graphs import Graph
 from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name

@@ -26,10 +26,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layerzero import BackwardPrefetch, OffloadPolicy, ZeRO3
-from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.lightning import ZeRO3Strategy
 from tests.harness.checks import assert_close_in_float64, assert_same_parameters
-from tests.harness.internals import inner_units, root_state
+from tests.harness.internals import get_info, inner_units, root_state
 from tests.harness.ranks import float64_by_default, on_ranks, run_ranks
 from tests.integrations.test_lightning import loader, styles
 from tests.integrations.trainers import (

@@ -36,7 +36,6 @@ from torchmetrics import SumMetric
 from layerzero import GradScaler, ShardingPlan, ZeRO3, units
 from layerzero import MixedPrecision as EngineMixedPrecision
 from layerzero.checkpoint import CheckpointError
-from layerzero.flat.parameter_info import get_info
 from layerzero.integrations.lightning import ZeRO3Strategy
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import (
@@ -44,7 +43,7 @@ from tests.harness.checks import (
     assert_same_on_all_ranks,
     assert_same_parameters,
 )
-from tests.harness.internals import inner_units
+from tests.harness.internals import get_info, inner_units
 from tests.harness.models import WIDTH, Block
 from tests.harness.ranks import float64_by_default, on_ranks, run_ranks
 from tests.harness.recording import recorded_operations, recorded_regions, reduced

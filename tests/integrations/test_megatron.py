@@ -25,8 +25,8 @@ from torch import Tensor
 
 from layerzero import MixedPrecision
 from layerzero.optim.waiting_gradients import WaitingGradient
-from layerzero.step.unit import ShardState
 from tests.harness.checks import of_floats
+from tests.harness.internals import ShardState
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import gathered, observed, recorded_operations, recorded_regions
 

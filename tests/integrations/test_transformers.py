@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from layerzero import ZeRO3, checkpoint, fully_shard, units
 from layerzero.checkpoint import CheckpointError
-from layerzero.flat.parameter_info import get_info
 from layerzero.optim import WholeTensorOptimizer
 from tests.harness.checks import (
     assert_bitwise,
@@ -30,7 +29,7 @@ from tests.harness.checks import (
     recorded_warnings,
 )
 from tests.harness.hugging_face import in_default_dtype
-from tests.harness.internals import inner_units
+from tests.harness.internals import get_info, inner_units
 from tests.harness.ranks import on_ranks, run_ranks
 from tests.harness.recording import recorded_operations, recorded_regions, reduced
 

@@ -159,6 +159,18 @@ def test_no_folder_is_in_a_circle(imports: Imports) -> None:
             raise AssertionError(f"in {package} these import each other: {sorted(circle)}")
 
 
+def test_one_file_lets_tests_look_inside_the_engine() -> None:
+    """Where something of the engine moves, no test changes. Tests of integers, and of ops, may."""
+    rooms = re.compile(r"^ *(?:from|import) layerzero\.(?:flat|step|comm|watch|build)\b", re.M)
+    tests = PACKAGE.parent / "tests"
+    found = {
+        path.relative_to(tests).as_posix()
+        for path in tests.rglob("*.py")
+        if rooms.search(path.read_text())
+    }
+    assert found == {"harness/internals.py", "unit/test_host_memory.py", "unit/test_layout.py"}
+
+
 def test_the_interface_for_adapters_stays_small() -> None:
     from layerzero.integrations import engine
 

@@ -16,14 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import layerzero
-from layerzero.build import device
-from layerzero.build.device import check_device_type, current_accelerator
-from layerzero.build.materialize import _kept_generators
-from layerzero.comm import collectives
-from layerzero.comm.collectives import reduce_scatter
-from layerzero.comm.pending import Operation
 from layerzero.parallel.manager import MeshSizes, device_type_of
-from layerzero.watch.events import stream_interface
+from tests.harness.internals import (
+    Operation,
+    _kept_generators,
+    check_device_type,
+    collectives,
+    current_accelerator,
+    device,
+    reduce_scatter,
+    stream_interface,
+)
 
 PACKAGE = Path(layerzero.__file__).parent
 ALLOWED = {

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from layerzero.config import GatherBudget, parse_nbytes
-from layerzero.step.exec_order import MAX_AGE, MAX_KINDS, ExecOrderRecorder
-from layerzero.step.unit import ShardState, TrainingState, check_transition
+from tests.harness.internals import (
+    MAX_AGE,
+    MAX_KINDS,
+    ExecOrderRecorder,
+    ShardState,
+    TrainingState,
+    check_transition,
+)
 
 
 def run(recorder: ExecOrderRecorder, kind: object, order: list[int], depth: int = 1) -> list:

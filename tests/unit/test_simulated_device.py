@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from layerzero.flat.host_memory import HostMemory
+from tests.harness.internals import HostMemory
 from tests.harness.simulated_device import simulated_device
 from tests.harness.simulated_streams import COMES_NEVER
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from layerzero.step.tensors import find_tensors, move
+from tests.harness.internals import find_tensors, move
 
 Pair = namedtuple("Pair", "first second")
 

@@ -21,7 +21,6 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3, units
-from layerzero.build.wrap import plan_units
 from layerzero.wrapping.fsdp_arguments import (
     to_backward_prefetch,
     to_offload,
@@ -29,6 +28,7 @@ from layerzero.wrapping.fsdp_arguments import (
     to_precision,
 )
 from tests.harness.checks import named
+from tests.harness.internals import plan_units
 from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
 
 

@@ -17,13 +17,17 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.comm.pending import Operation, Pending
-from layerzero.flat.placement import ShardGroup
-from layerzero.watch import events, watchdog
-from layerzero.watch.diagnosis import CollectiveError
-from layerzero.watch.events import EventPool
-from layerzero.watch.thread import run_periodically
-from layerzero.watch.watchdog import Watchdog
+from tests.harness.internals import (
+    CollectiveError,
+    EventPool,
+    Operation,
+    Pending,
+    ShardGroup,
+    Watchdog,
+    events,
+    run_periodically,
+    watchdog,
+)
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(milliseconds=20)

@@ -55,17 +55,16 @@ class OwnerGroup:
         splits = (split for handle in handles for split in handle.splits)
         mesh = next((split.mesh for split in splits if split is not None), None)
         axes = mesh_groups(mesh, root.device, placement.shard_group.timeout)
-        rank = torch.tensor([placement.rank], device=root.device)
-        name = partial(root.operations.next, "exchange", "whole tensors")
-        ranks = gather_along(rank, placement.groups, name).view(-1)
-        own = set(ranks.tolist())
+        own = {rank for row in placement.holders() for rank in row}
         # Of a model whose experts alone are DTensors, other units are sharded along these axes.
         self.axes = [
             group
             for group in axes or root.tensor_parallel_groups
             if group.size > 1 and len(own.intersection(group.ranks)) == 1
         ]
-        members = gather_along(ranks, self.axes, name)
+        members = torch.tensor([*own], device=root.device)
+        name = partial(root.operations.next, "exchange", "whole tensors")
+        members = gather_along(members, self.axes, name)
         self.group = _group_of(root, placement, sorted(members.view(-1).tolist()), self.axes)
         self.host_group = self.group
         if root.streams.are_apart and self.group.size > 1:
