@@ -189,9 +189,7 @@ class Ranks:
         self._members: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         try:
-            # The fork server imports its preload with the path of its environment.
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("PYTHONPATH", str(_REPOSITORY), prepend=os.pathsep)
+            with server_finds_the_repository():
                 for rank in range(world_size):
                     start = _Start(rank, world_size, timeout, self._folder.name)
                     self._members.append(_Rank(start, (expect_exit or {}).get(rank)))
@@ -422,6 +420,14 @@ def _wait_for_exits(group: Sequence[_Rank]) -> None:
     deadline = time.monotonic() + _LEAVE_S
     for rank in group:
         rank.leave(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def server_finds_the_repository() -> Iterator[None]:
+    """The fork server imports its preload with the path of its environment, not with this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(_REPOSITORY), prepend=os.pathsep)
+        yield
 
 
 def fork_the_server() -> None:
