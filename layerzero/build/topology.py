@@ -211,7 +211,6 @@ def place(
         outer_group=group_of(column),
         owned_slices=len(column) if outer == "replicate" else 1,
         members=members,
-        table=tuple(map(tuple, table)),
         world=world,
         world_slices=() if world is None else tuple(slices[rank] for rank in world.ranks),
     )

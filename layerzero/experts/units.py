@@ -84,9 +84,7 @@ class Experts(Feature):
         made: dict[object, Placement] = {}
         for group in self.groups.values():
             if _key(group) not in made:
-                made[_key(group)] = dataclasses.replace(
-                    make(group), members=placement.members, data_parallel=placement
-                )
+                made[_key(group)] = dataclasses.replace(make(group), data_parallel=placement)
         return {plan: made[_key(group)] for plan, group in self.groups.items()}
 
     def _check(self, placement: Placement, device: torch.device) -> None:

@@ -72,8 +72,6 @@ class Placement:
     """Number of slices of its compute shard, one per outer peer, that a rank's main shard holds."""
     members: tuple[int, ...]
     """Global ranks that share the unit, rising."""
-    table: tuple[tuple[int, ...], ...] = ()
-    """Global ranks, one row for each shard group; (): the shard group holds all ranks."""
     world: ShardGroup | None = None
     """All ranks, if gradients are summed in one hop, in rank order (`deterministic`); else None."""
     world_slices: tuple[int, ...] = ()
@@ -116,15 +114,6 @@ class Placement:
         if self.owns_compute_shard or self.outer_group is None:
             return self.shard_group.rank
         return self.shard_group.rank * self.num_slices + self.outer_group.rank
-
-    def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Global ranks that hold each main shard; several where it is copied."""
-        if self.outer_group is None:
-            return tuple((rank,) for rank in self.shard_group.ranks)
-        columns = zip(*self.table, strict=True)
-        if self.owns_compute_shard:
-            return tuple(columns)
-        return tuple((rank,) for column in columns for rank in column)
 
     @cached_property
     def owns_compute_shard(self) -> bool:

@@ -143,7 +143,7 @@ def checkpoint_group_of(
         ranks, parent = dist.get_process_group_ranks(process_group), process_group
     elif placements:
         # Of all that share the model, data-parallel and tensor-parallel.
-        members = sorted({rank for placement in placements for rank in placement.members})
+        members = sorted({rank for p in placements for rank in (p.data_parallel or p).members})
         name = partial(root.operations.next, "checkpoint", "ranks")
         own = torch.tensor(members, device=root.device)
         ranks = gather_along(own, root.tensor_parallel_groups, name).unique().tolist()

@@ -87,4 +87,4 @@ def root_states_of(model: nn.Module, verb: str, is_collective: bool = False) -> 
 
 
 def _ranks_of(state: RootState) -> set[int]:
-    return {rank for placement in state.placements for rank in placement.members}
+    return {rank for p in state.placements for rank in (p.data_parallel or p).members}

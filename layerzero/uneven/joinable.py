@@ -35,8 +35,9 @@ def hook_of(
 def group_of(root: RootState) -> dist.ProcessGroup:
     """Implements `ZeRO3.join_process_group`."""
     if _GROUP not in root.__dict__:
-        members, timeout = root.placements[0].members, root.placements[0].shard_group.timeout
-        root.__dict__[_GROUP] = new_group(members, "gloo", timeout)
+        placement = root.placements[0].data_parallel or root.placements[0]
+        timeout = placement.shard_group.timeout
+        root.__dict__[_GROUP] = new_group(placement.members, "gloo", timeout)
     group: dist.ProcessGroup = root.__dict__[_GROUP]
     return group
 

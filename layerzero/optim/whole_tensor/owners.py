@@ -55,7 +55,7 @@ class OwnerGroup:
         splits = (split for handle in handles for split in handle.splits)
         mesh = next((split.mesh for split in splits if split is not None), None)
         axes = mesh_groups(mesh, root.device, placement.shard_group.timeout)
-        own = {rank for row in placement.holders() for rank in row}
+        own = set(placement.members)
         # Of a model whose experts alone are DTensors, other units are sharded along these axes.
         self.axes = [
             group
