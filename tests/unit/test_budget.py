@@ -18,19 +18,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_411,
-    "flat": 2_229,
+    "": 37_398,
+    "flat": 2_218,
     "step": 3_580,
     "comm": 1_353,
     "watch": 868,
-    "build": 1_764,
+    "build": 1_763,
     "ops": 357,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-ENGINE = 11_188
+ENGINE = 11_176
 """Lines of the engine: the files of the top level, and the folders above except the guards."""
-TOUR = 16, 4_146
+TOUR = 16, 4_135
 """Files in README's tour of a training step, and their lines."""
 STEP = 24, 5_275
 """Files that a plain step enters once its orders are recorded, and their lines."""
