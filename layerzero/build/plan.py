@@ -124,7 +124,6 @@ def plan_wrapping(
         ValueError, TypeError: a bad policy or argument of one unit, or a parameter that cannot be
             sharded.
         NotImplementedError: both experts and other units have DTensors.
-        RuntimeError: units inside belong to another wrapped model.
     """
     ignored = Ignored([*nested_ignored, *given.ignored_modules, *given.ignored_parameters])
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
