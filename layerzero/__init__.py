@@ -9,17 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from layerzero.config import (
-    BackwardPrefetch,
-    MixedPrecision,
-    OffloadPolicy,
-    ReductionPolicy,
-)
+from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy
+from layerzero.errors import CollectiveError
 from layerzero.ops import native_status
 from layerzero.step.unit import Hold
 from layerzero.version import __version__
-from layerzero.watch.diagnosis import CollectiveError
-from layerzero.zero3 import ZeRO3
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -40,6 +34,7 @@ if TYPE_CHECKING:
     from layerzero.uneven.joinable import join
     from layerzero.wrapping.rewrap import rewrap
     from layerzero.wrapping.units import register_forward_method, units
+    from layerzero.wrapping.zero3 import ZeRO3
 
 _LAZY = {
     "ActivationCheckpointing": "layerzero.plan",
@@ -49,6 +44,7 @@ _LAZY = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "ParallelManager": "layerzero.parallel",
     "ShardingPlan": "layerzero.plan",
+    "ZeRO3": "layerzero.wrapping.zero3",
     "capture": "layerzero.graphs.capture",
     "fully_shard": "layerzero.fsdp",
     "global_norm": "layerzero.optim",
@@ -62,8 +58,8 @@ _LAZY = {
     "shard_with_plan": "layerzero.plan",
     "units": "layerzero.wrapping.units",
 }
-"""Module of each name that is imported on first use, because training alone does not need it."""
-_SUBMODULES = {"checkpoint", "errors", "optim", "parallel", "plan"}
+"""Module of each name that is imported on first use: what stands above the engine."""
+_SUBMODULES = {"checkpoint", "optim", "parallel", "plan"}
 """Submodules that are imported on first use."""
 
 __all__ = [

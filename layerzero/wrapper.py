@@ -186,13 +186,6 @@ class ModuleWrapper(nn.Module):
         """Functions that `model.forward` was set to, in order; each wraps the one before."""
         return [function for function, _ in self.__dict__.get("_forward_patches", ())]
 
-    def __reduce_ex__(self, protocol: object = None) -> Any:
-        from layerzero.module_tree.conversions import refuse_copies
-
-        refuse_copies(type(self).__name__)
-
-    __deepcopy__ = __reduce_ex__
-
 
 def _delegating(name: str) -> Callable[..., Any]:
     inherited = getattr(nn.Module, name)

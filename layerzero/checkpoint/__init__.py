@@ -11,7 +11,7 @@ from layerzero.checkpoint.delta.patch import DeltaError, Patch
 from layerzero.checkpoint.delta.stream import DeltaStream
 from layerzero.checkpoint.loading import load
 from layerzero.checkpoint.saving import SaveHandle, save
-from layerzero.state_dict.errors import CheckpointError
+from layerzero.errors import CheckpointError
 from layerzero.state_dict.full_tensors import stream_full
 from layerzero.state_dict.parameter_shard import ParameterShard
 from layerzero.state_dict.state_dicts import (

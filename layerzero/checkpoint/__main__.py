@@ -16,8 +16,8 @@ from typing import Any
 from layerzero.checkpoint.format.folder import MANIFEST, read_small, resolve
 from layerzero.checkpoint.format.manifest import Manifest, check_file_name
 from layerzero.checkpoint.source import check_file, open_source
+from layerzero.errors import CheckpointError
 from layerzero.state_dict.dtype_names import dtype_name
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.optimizers import map_values
 
 _MOST_CHARS = 300

@@ -38,10 +38,10 @@ from layerzero.checkpoint.format.inventory import (
 from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.source import Source, check_crc, open_source
 from layerzero.checkpoint.transfer import Tally, Transfer, read_ranges, sum_tallies
+from layerzero.errors import CheckpointError
 from layerzero.notices import some
 from layerzero.optim.huge_pages import prefer_huge_pages
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import decode
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.optimizer_state import options_of_groups, put_state, refuse_other_class

@@ -45,9 +45,9 @@ from layerzero.checkpoint.format.inventory import (
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
 from layerzero.checkpoint.transfer import Tally, Transfer, is_on_host, sum_tallies, write_ranges
 from layerzero.config import parse_nbytes
+from layerzero.errors import CheckpointError
 from layerzero.flat.host_memory import HostMemory
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import Names
 from layerzero.state_dict.optimizers import (

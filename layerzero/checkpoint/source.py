@@ -24,8 +24,8 @@ from layerzero.checkpoint.format.folder import (
 from layerzero.checkpoint.format.inventory import MODEL, OPTIMIZER
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest, check_file_name, index_of
 from layerzero.checkpoint.format.safetensors_file import TensorEntry, head_nbytes, parse_head
+from layerzero.errors import CheckpointError
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError
 
 _CHUNK_NBYTES = 8 << 20
 """Bytes of a file held in memory at a time."""

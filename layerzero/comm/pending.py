@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from layerzero.comm.streams import Event
+from layerzero.errors import CollectiveError
 from layerzero.flat.placement import ShardGroup
 from layerzero.watch.desync import DesyncDetector
-from layerzero.watch.diagnosis import CollectiveError, diagnose
+from layerzero.watch.diagnosis import diagnose
 from layerzero.watch.watchdog import Watchdog
 
 
@@ -37,10 +38,8 @@ class Operation:
         return f"{self.verb} of {self.unit} (#{self.number})"
 
     def tag(self, nbytes: int) -> int:
-        """See Note [A message carries its name] in messages.py.
-
-        In [2**30, 2**31), clear of small user tags.
-        """
+        """See Note [A message carries its name] in messages.py. In [2**30, 2**31), clear of small
+        user tags."""
         name = f"{self.verb}/{self.unit}/{self.number}/{nbytes}/{self.model}"
         return zlib.crc32(name.encode()) & 0x3FFFFFFF | 0x40000000
 

@@ -31,7 +31,7 @@ from layerzero.step import hooks
 from layerzero.step.methods import put
 from layerzero.step.unit import set_unit, unset_unit
 from layerzero.wrapping.comm_hooks import set_hooks
-from layerzero.zero3 import KEYWORDS, keep_root, shard_in_place
+from layerzero.wrapping.zero3 import KEYWORDS, keep_root, shard_in_place
 
 __all__ = ["FSDPModule", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from layerzero.step.methods import is_compiled
 from layerzero.step.unit import get_unit
 from layerzero.wrapping.features import find_features
 from layerzero.wrapping.fsdp_arguments import to_arguments
-from layerzero.zero3 import KEYWORDS
+from layerzero.wrapping.zero3 import KEYWORDS
 
 _CPU = torch.device("cpu")
 _LISTS = ("ignored_modules", "ignored_parameters")

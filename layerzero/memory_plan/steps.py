@@ -38,7 +38,7 @@ from layerzero.step.root import RootState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Unit
 from layerzero.watch.watchdog import Watchdog
-from layerzero.zero3 import ZeRO3
+from layerzero.wrapping.zero3 import ZeRO3
 
 ROOT = "the root"
 _YOUNG = 1

@@ -21,13 +21,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from layerzero.build.materialize import Materializer
+from layerzero.errors import CollectiveError
 from layerzero.flat.assigned import put_shard
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.methods import put, shown_by
 from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.unit import IDLE, Unit
-from layerzero.watch.diagnosis import CollectiveError
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 

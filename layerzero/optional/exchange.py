@@ -13,9 +13,10 @@ import torch
 
 from layerzero.comm.exchanges import gather_along, gather_texts
 from layerzero.comm.new_groups import new_group
+from layerzero.errors import CollectiveError
 from layerzero.flat.placement import ShardGroup
 from layerzero.step.root import RootState
-from layerzero.watch.diagnosis import CollectiveError, PeerRaised
+from layerzero.watch.diagnosis import PeerRaised
 
 NOTHING = -1
 """The request of a rank that wants nothing."""

@@ -37,7 +37,7 @@ from layerzero.plan.resolve import Resolved
 from layerzero.plan.shard import shard_with_plan
 from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.wrapping.refusals import check_module, has_forward
-from layerzero.zero3 import KEYWORDS, ZeRO3
+from layerzero.wrapping.zero3 import KEYWORDS, ZeRO3
 
 logger = logging.getLogger(__name__)
 _DEVICES_OF_CONTEXT_PARALLEL = ("cuda",)

@@ -29,7 +29,7 @@ from layerzero.step.root import RootState, root_of
 from layerzero.step.unit import get_unit
 from layerzero.wrapping.methods import gradients_to_clip
 from layerzero.wrapping.units import ordered_units
-from layerzero.zero3 import ZeRO3
+from layerzero.wrapping.zero3 import ZeRO3
 
 
 class ZeRO3PipelineStage(PipelineStage):

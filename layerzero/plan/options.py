@@ -22,7 +22,7 @@ from layerzero.build.arguments import check
 from layerzero.config import FLAG, BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.plan.activations import read_act_ckpt
 from layerzero.wrapping.fsdp_arguments import to_offload, to_precision
-from layerzero.zero3 import KEYWORDS
+from layerzero.wrapping.zero3 import KEYWORDS
 
 DTYPE_OPTIONS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype")
 PRECISION_OPTIONS = (*DTYPE_OPTIONS, "cast_forward_inputs")

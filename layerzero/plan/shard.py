@@ -18,7 +18,7 @@ from layerzero.plan.sharding_plan import ShardingPlan
 from layerzero.step.root import root_of
 from layerzero.step.unit import get_unit
 from layerzero.wrapping.refusals import check_module, has_forward
-from layerzero.zero3 import ZeRO3
+from layerzero.wrapping.zero3 import ZeRO3
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 

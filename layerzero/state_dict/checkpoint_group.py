@@ -20,6 +20,7 @@ import torch.distributed as dist
 from layerzero.comm.exchanges import broadcast, gather_along, gather_bytes
 from layerzero.comm.new_groups import agree_on_group_names, new_group
 from layerzero.comm.pending import Operation
+from layerzero.errors import CheckpointError
 from layerzero.flat.groups import (
     DEFAULT_TIMEOUT,
     chosen_timeout,
@@ -28,7 +29,6 @@ from layerzero.flat.groups import (
 )
 from layerzero.flat.placement import ShardGroup
 from layerzero.notices import some_ranks
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.step.root import RootState
 
 _SLOWEST_DISK = 10_000_000

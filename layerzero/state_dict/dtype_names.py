@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.state_dict.errors import CheckpointError
+from layerzero.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -23,8 +23,8 @@ from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Pending
 from layerzero.comm.streams import Waitable
 from layerzero.config import parse_nbytes
+from layerzero.errors import CheckpointError
 from layerzero.flat.placement import Placement
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names, named_buffers
 from layerzero.state_dict.preconditions import root_states_of, unit_of
 from layerzero.step.handle import FlatParamHandle

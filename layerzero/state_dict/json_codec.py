@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from layerzero.errors import CheckpointError
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError
 
 _TAG = "$"
 _MAX_TENSOR_NBYTES = 1 << 24

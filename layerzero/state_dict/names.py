@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from layerzero.errors import CheckpointError
 from layerzero.experts.names import global_name
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.flat.placement import ShardGroup
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.preconditions import roots_inside
 from layerzero.state_dict.ranges import Extent
 from layerzero.step.handle import FlatParamHandle

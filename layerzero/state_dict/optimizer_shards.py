@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.errors import CheckpointError
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some
 from layerzero.optim import attach
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.module_state import local_part, shard_of
 from layerzero.state_dict.optimizer_state import refuse_other_class
 from layerzero.state_dict.optimizers import map_values

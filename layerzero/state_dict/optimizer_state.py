@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerzero.errors import CheckpointError
 from layerzero.flat.parameter_info import get_info
 from layerzero.notices import some
 from layerzero.optim.whole_tensor.inner import options_of
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import group_text
 from layerzero.state_dict.optimizers import keeps_whole_states, on_device, optimizer_inside
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from layerzero.errors import CheckpointError
 from layerzero.optim.whole_tensor import WholeTensorOptimizer
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.names import Names
 
 Optimizers = Mapping[str, torch.optim.Optimizer]

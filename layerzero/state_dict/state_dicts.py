@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from layerzero.comm.exchanges import broadcast, broadcast_from_first
+from layerzero.errors import CheckpointError
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.optim.whole_tensor.inner import options_of
 from layerzero.state_dict.checkpoint_group import CheckpointGroup, checkpoint_group_of
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.full_tensors import gather
 from layerzero.state_dict.json_codec import decode, encode
 from layerzero.state_dict.module_state import local_part, shard_of

@@ -25,10 +25,10 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from layerzero.comm.exchanges import number_model
 from layerzero.comm.pending import Operation, messages_carry_names
 from layerzero.comm.streams import Streams
+from layerzero.errors import CollectiveError
 from layerzero.flat.groups import raise_backend_timeout
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.watch.desync import DesyncDetector
-from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.watchdog import Watchdog
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -18,6 +18,7 @@ from torch import nn
 
 from layerzero.comm.streams import Streams
 from layerzero.config import GatherBudget, parse_nbytes
+from layerzero.errors import CollectiveError
 from layerzero.flat.placement import Placement, ShardGroup
 from layerzero.step.backward import Backward, ForwardCall, ForwardPass
 from layerzero.step.context import RateLimiter, RuntimeContext
@@ -27,7 +28,6 @@ from layerzero.step.operations import Operations, remembers_failure
 from layerzero.step.reducer import GradientReducer
 from layerzero.step.scheduler import UnshardScheduler
 from layerzero.step.unit import IDLE, Unit, get_unit
-from layerzero.watch.diagnosis import CollectiveError
 
 
 class RootState:

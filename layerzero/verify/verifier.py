@@ -25,6 +25,7 @@ from layerzero.comm.exchanges import gather_along, gather_small, gather_texts
 from layerzero.comm.ordered_sums import reduce_in_order
 from layerzero.comm.pending import Operation, Pending
 from layerzero.config import Verify
+from layerzero.errors import CorruptionError
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import ordered_sum_
@@ -36,15 +37,6 @@ from layerzero.verify.wire import Checksums, Wire, kept
 
 _WHAT = "the model"
 _SAMPLED_EVERY = 8
-
-
-class CorruptionError(RuntimeError):
-    """Bytes are not those that were sent or written. The message names unit, operation and rank.
-
-    Every rank of the model raises it, and weights and optimizer state are as before the step. What
-    was corrupted on the way, or in a full buffer, is gone with the step, which may be run again. If
-    copies of a main shard differ, load a checkpoint.
-    """
 
 
 @dataclass

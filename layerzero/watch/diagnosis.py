@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from layerzero.errors import CollectiveError
 from layerzero.flat.placement import ShardGroup
 
 REPORT_SECONDS = 5.0
@@ -31,10 +32,6 @@ run_names: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 """Names of this process's runs, one per process group, on which its ranks have agreed."""
 
 _logger = logging.getLogger(__name__)
-
-
-class CollectiveError(RuntimeError):
-    """A collective did not finish. The message names operation, unit and ranks."""
 
 
 class PeerRaised(RuntimeError):

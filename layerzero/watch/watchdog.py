@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from layerzero.errors import CollectiveError
 from layerzero.flat.placement import ShardGroup
 from layerzero.notices import some_ranks
 from layerzero.watch.diagnosis import (
     REPORT_SECONDS,
     Collective,
-    CollectiveError,
     diagnose,
     open_notes,
     warns_at_half_time,

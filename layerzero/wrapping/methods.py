@@ -30,6 +30,13 @@ class FeatureMethods(UnitMethods, Joinable):
     def _root_state(self) -> RootState:
         return root_of(self._layerzero_unit)
 
+    def __reduce_ex__(self, protocol: object = None) -> Any:
+        from layerzero.module_tree.conversions import refuse_copies
+
+        refuse_copies(type(self).__name__)
+
+    __deepcopy__ = __reduce_ex__
+
     def _subtree(self) -> list[Unit]:
         """The units of this module and of modules inside it, in the order of the root's list."""
         return self._root_state.units_inside(self.module)

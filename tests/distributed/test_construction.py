@@ -41,6 +41,7 @@ from tests.harness.compare import (
     warnings_of,
     zero3,
 )
+from tests.harness.internals import engine_alone, root_state
 from tests.harness.models import CASES, WIDTH, Block, Mlp
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
@@ -504,3 +505,32 @@ def test_a_digest_sees_every_bit_and_its_place(take: Any) -> None:
     swapped[[5, 9]] = swapped[[9, 5]]
     assert take(swapped) != before
     assert take(torch.zeros(301)) != take(-torch.zeros(301))
+
+
+@on_ranks(2)
+def test_the_engine_alone_trains_to_the_same_bits() -> None:
+    """With no feature and an empty list of extensions; they change nothing of a plain step."""
+    settings = (
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+        {"zero3_size": 1, "accumulation": "sharded"},
+        {"outer": "replicate", "zero3_size": 1, "layout": "rows"},
+        {"offload": OffloadPolicy(params=True)},
+    )
+    for name in ("mlp", "transformer", "tied_across_units", "repeated_module", "frozen_parts"):
+        case = CASES[name]
+        for given in ({}, *(settings if name == "mlp" else ())):
+            modules = seeded(case.build), seeded(case.build)
+            policy = set(case.units) or None
+            root = engine_alone(modules[0], auto_wrap_policy=policy, **given)
+            assert not root.extensions.of(object)
+            whole = ZeRO3(modules[1], auto_wrap_policy=policy, **given)
+            for module, own in zip(modules, (root, root_state(whole)), strict=True):
+                optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+                for batches in batches_of(case, 2, 2):
+                    with own.reducer.syncing(False):
+                        forward_backward(module, batches[dist.get_rank()])
+                    forward_backward(module, batches[dist.get_rank()])
+                    optimizer.step()
+                    optimizer.zero_grad()
+            pairs = zip(modules[0].parameters(), modules[1].parameters(), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs), (name, given)

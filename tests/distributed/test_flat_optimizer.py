@@ -15,9 +15,9 @@ from torch import nn
 
 import layerzero
 from layerzero import MixedPrecision, ZeRO3
+from layerzero.errors import CheckpointError
 from layerzero.optim import AdamW, step_ops
 from layerzero.optim import norm as norm_module
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.parameter_shard import ParameterShard
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_norm_of_gradients, assert_same_values, zero3

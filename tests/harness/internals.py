@@ -5,11 +5,13 @@ Tests of the integers in `flat/` import those themselves.
 # ruff: noqa: F401
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from layerzero.build import arguments, device
+from layerzero.build import arguments, device, topology
+from layerzero.build.build import build
 from layerzero.build.device import check_device_type, current_accelerator
 from layerzero.build.materialize import _kept_generators
 from layerzero.build.wrap import plan_units
@@ -22,6 +24,7 @@ from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.comm.new_groups import new_group
 from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import DeviceStream, InlineStream, Streams, Waitable, _OnStream
+from layerzero.errors import CollectiveError
 from layerzero.flat import flatten, groups, host_memory
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.gradient_sums import GradientSums
@@ -51,11 +54,12 @@ from layerzero.step.unit import (
     get_unit,
 )
 from layerzero.watch import desync, diagnosis, events, watchdog
-from layerzero.watch.diagnosis import CollectiveError
 from layerzero.watch.events import EventPool, PooledEvent, stream_interface
 from layerzero.watch.thread import run_periodically
 from layerzero.watch.watchdog import Watchdog
+from layerzero.wrapping.fsdp_arguments import to_arguments
 from layerzero.wrapping.units import ordered_units
+from layerzero.wrapping.zero3 import KEYWORDS
 
 
 def inner_units(model: nn.Module) -> list[Unit]:
@@ -68,6 +72,19 @@ def root_state(model: nn.Module) -> RootState:
     unit = get_unit(model)
     assert unit is not None, "it is wrapped"
     return root_of(unit)
+
+
+def engine_alone(module: nn.Module, **given: Any) -> RootState:
+    """Shard a module without any feature: what `ZeRO3` does below layerzero/wrapping. Collective.
+
+    Args:
+        given: arguments of `ZeRO3`, those of the engine alone.
+    """
+    ours = to_arguments({"module": module, "process_group": None, **KEYWORDS, **given}, {})
+    plan, checked = topology.plan_on_every_rank(
+        module, ours, lambda: (arguments.check_arguments(ours), []), lambda *_: []
+    )
+    return build(plan, topology.agree_on_topology(plan, checked), checked)
 
 
 def move_shards(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:

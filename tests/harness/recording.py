@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from layerzero import ZeRO3, zero3
+from layerzero import ZeRO3
 from layerzero.optional.exchange import Exchange
+from layerzero.wrapping import zero3
 from tests.harness.internals import (
     GradientSums,
     Operation,

@@ -14,28 +14,33 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.test_imports import LAYERS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_397,
+    "": 37_394,
     "flat": 2_218,
     "step": 3_580,
-    "comm": 1_353,
-    "watch": 868,
+    "comm": 1_352,
+    "watch": 865,
     "build": 1_762,
     "ops": 357,
     "guards": 605,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-ENGINE = 11_175
+ENGINE = 10_840
 """Lines of the engine: the files of the top level, and the folders above except the guards."""
 TOUR = 16, 4_135
 """Files in README's tour of a training step, and their lines."""
 STEP = 24, 5_275
 """Files that a plain step enters once its orders are recorded, and their lines."""
-LOADED_FILES = 70
-"""Files of the package that `import layerzero` loads."""
+LOADED_FILES = 71
+"""Files of the package that importing `ZeRO3` loads."""
+WALKS = {"Sequential": (36, 17, 1), "Unit": (17, 7, 0)}
+"""Functions that are given the module while it is wrapped, and a unit in a step; their files; and
+how many of these calls lead to a room above the caller's, in the order of test_imports.py."""
 REPLACED = {
     # docs/internals/decisions/0018-optimizers-are-recognised-by-their-parameters.md
     "torch.optim.Optimizer.__setstate__",
@@ -88,15 +93,23 @@ plain = nn.Linear(2, 2)  # What torch itself loads at a first step is there befo
 plain(torch.ones(1, 2)).sum().backward()
 torch.optim.AdamW(plain.parameters()).step()
 before, modules = look(), set(sys.modules)
-import layerzero
+from layerzero import ZeRO3
 loaded = [name for name in sys.modules if name.split(".")[0] == "layerzero"]
-module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-model = layerzero.ZeRO3(module, auto_wrap_policy={nn.Linear})
-optimizer = torch.optim.AdamW(model.parameters())
-root, entered = os.path.dirname(layerzero.__file__) + os.sep, set()
+root, entered, walks = os.path.dirname(sys.modules["layerzero"].__file__) + os.sep, set(), {}
 def enter(frame, event, _):
-    if frame.f_code.co_filename.startswith(root):
-        entered.add(os.path.relpath(frame.f_code.co_filename, root))
+    code, caller = frame.f_code, frame.f_back.f_code.co_filename
+    if code.co_filename.startswith(root):
+        entered.add(name := os.path.relpath(code.co_filename, root))
+        given = code.co_varnames[:code.co_argcount + code.co_kwonlyargcount]
+        if any(frame.f_locals[each] is walked for each in given if each != "self"):
+            stay = (os.path.relpath(caller, root), name, code.co_name)
+            walks.setdefault(type(walked).__name__, []).append(stay)
+walked = module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+sys.settrace(enter)
+model = ZeRO3(module, auto_wrap_policy={nn.Linear})
+sys.settrace(None)
+entered, walked = set(), model[1]._layerzero_unit
+optimizer = torch.optim.AdamW(model.parameters())
 for step in range(4):
     sys.settrace(enter if step == 3 else None)
     model(torch.ones(1, 4)).sum().backward()
@@ -111,6 +124,7 @@ after = look()
 changed = [name for name in before if after.get(name) is not before[name]]
 print(json.dumps({"changed": changed, "threads": threads, "classes": classes,
                   "looked at": len(before), "loaded": len(loaded), "entered": sorted(entered),
+                  "walks": walks,
                   "state": state, "checkpoint": "layerzero.checkpoint" in sys.modules}))
 """
 
@@ -150,6 +164,20 @@ def test_a_plain_step_enters_no_more_files_and_lines(found: dict) -> None:
     assert len(entered) <= STEP[0] and lines <= STEP[1], f"{lines} lines in {entered}"
     names = {name.removesuffix(".py").removesuffix("/__init__") for name in entered}
     assert names <= {*chain(*_tour())}, "README names each"
+
+
+@pytest.mark.parametrize("what", WALKS)
+def test_an_object_passes_through_no_more_functions(found: dict, what: str) -> None:
+    def floor(file: str) -> int:
+        room = Path(file).parts[0].removesuffix(".py")
+        return LAYERS.index(room) if room in LAYERS else len(LAYERS)  # The program is above all.
+
+    stays = {tuple(stay) for stay in found["walks"][what]}
+    functions = {(file, name) for _, file, name in stays}
+    climbs = [stay for stay in stays if floor(stay[1]) > floor(stay[0])]
+    counted = len(functions), len({file for file, _ in functions}), len(climbs)
+    pairs = zip(counted, WALKS[what], strict=True)
+    assert all(have <= most for have, most in pairs) and functions, (counted, functions, climbs)
 
 
 @pytest.mark.parametrize("folder", LINES, ids=lambda folder: folder or "all")

@@ -330,7 +330,7 @@ def test_what_texts_name_exists(check: Callable[..., list[str]]) -> None:
 SEEDED = [
     (
         missing_paths,
-        "See docs/layered.md, `step/unti.py`, `layerzero/zero3.py` and `unit.py`.",
+        "See docs/layered.md, `step/unti.py`, `layerzero/config.py` and `unit.py`.",
         ["docs/layered.md", "step/unti.py"],
     ),
     (

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from layerzero.errors import CheckpointError
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError
 
 _START = struct.Struct("<II")
 _WIDTHS = (1, 2, 4, 8)

@@ -11,8 +11,8 @@ import torch
 
 from layerzero.checkpoint.format.inventory import Entry, split_state_name
 from layerzero.checkpoint.format.safetensors_file import TensorEntry, make_head
+from layerzero.errors import CheckpointError
 from layerzero.state_dict.dtype_names import DTYPES, dtype_name
-from layerzero.state_dict.errors import CheckpointError
 
 
 class Announcement(NamedTuple):

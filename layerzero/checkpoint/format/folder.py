@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from layerzero.state_dict.errors import CheckpointError
+from layerzero.errors import CheckpointError
 
 try:
     import fcntl

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from layerzero.checkpoint.format.manifest import OF_OPTIMIZER
+from layerzero.errors import CheckpointError
 from layerzero.flat.parameter_info import ParameterInfo, get_info
 from layerzero.optim.decay import original_ndim
 from layerzero.optim.whole_tensor.inner import options_of
-from layerzero.state_dict.errors import CheckpointError
 from layerzero.state_dict.json_codec import encode
 from layerzero.state_dict.names import Names, extent_of, group_text, name_among_all, named_buffers
 from layerzero.state_dict.optimizers import (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.checkpoint.format.crc import crc32
-from layerzero.state_dict.errors import CheckpointError
+from layerzero.errors import CheckpointError
 
 FORMAT = "layerzero-checkpoint"
 VERSION = 2
