@@ -2,11 +2,15 @@
 that has no effect is warned of once, and a log says what was sharded, and how, on one rank at INFO,
 and of each turn of a unit at DEBUG."""
 
+import contextlib
 import functools
 import gc
 import logging
+import re
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +30,7 @@ from layerzero.checkpoint import ParameterShard
 from layerzero.guards import argument_warnings
 from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values, assert_trains_alike, warnings_of, zero3
+from tests.harness.internals import Extension, root_state
 from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.recording import logged
@@ -417,3 +422,49 @@ def test_the_log_tells_what_was_made() -> None:
     ):
         assert part in text, (part, text)
     assert "16 units of Model" in of_plan
+
+
+def _mean(_: object, gradient: Tensor, chunk: Tensor) -> None:
+    dist.all_reduce(gradient)
+    chunk.copy_(gradient.chunk(2)[dist.get_rank()] / 2)
+
+
+@on_ranks(2)
+def test_a_right_program_is_silent_with_all_guards_and_every_extension() -> None:
+    """And they change no bit of what it trains to."""
+    programs: list[dict[str, Any]] = [
+        {},
+        {"arena": True, "verify": "always", "on_nonfinite": "skip"},
+        {"memory_budget": "1GB", "verify": "sampled", "on_nonfinite": "raise"},
+        {"arena": True, "on_nonfinite": "skip"},
+    ]
+    names: set[str] = set()
+    weights: list[list[Tensor]] = []
+    with warnings.catch_warnings(), logged("layerzero", logging.WARNING) as records:
+        warnings.simplefilter("error")
+        for number, given in enumerate(programs):
+            module = seeded(Mlp)
+            optional = [module.blocks[1]] if given else []
+            model = ZeRO3(module, auto_wrap_policy={Block}, optional_modules=optional, **given)
+            if number == 3:
+                model.register_comm_hook(None, _mean)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            extensions = root_state(model).extensions
+            with contextlib.ExitStack() as around:
+                if given:
+                    around.enter_context(layerzero.ledger(model))
+                    around.enter_context(layerzero.join(model, optimizer))
+                for batches in mlp_batches(8):
+                    names |= {type(each).__name__ for each in extensions.of(Extension)}
+                    forward_backward(model, batches[dist.get_rank()])
+                    model.clip_grad_norm_(1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            weights.append([*model.parameters()])
+    assert not records
+    for own in weights[1:]:
+        assert all(torch.equal(*pair) for pair in zip(own, weights[0], strict=True))
+    package = Path(layerzero.__file__).parent
+    texts = (path.read_text() for path in package.rglob("*.py"))
+    every = {name for text in texts for name in re.findall(r"class (\w+)\(.*\bExtension\)", text)}
+    assert every - names == {"Recording", "_Moments"}, "of devices with graphs, of a memory plan"

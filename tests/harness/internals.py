@@ -38,6 +38,7 @@ from layerzero.step import hooks, root
 from layerzero.step.backward import BackwardPass
 from layerzero.step.context import RuntimeContext
 from layerzero.step.exec_order import MAX_AGE, MAX_KINDS, ExecOrderRecorder
+from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import Operations
 from layerzero.step.reducer import GradientReducer
