@@ -32,7 +32,6 @@ from engines import LEARNING_RATE, TransformerBlock, make_transformer, random_ba
 from engines import layerzero as wrap
 
 import layerzero
-from layerzero.step.context import Transport
 from layerzero.verify.verifier import Verifier
 
 BARS = {"again": "", "checked": "1.05", "ledger": "1.05"}
@@ -68,10 +67,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         ledgers.close()
         if root.extensions.of(Verifier):
             root.extensions.remove(verifier)
-        root.context.transport = Transport()
         if kind == "checked":
             root.extensions.add(verifier)
-            root.context.transport = verifier
         elif kind == "ledger":
             ledgers.enter_context(layerzero.ledger(model))
 

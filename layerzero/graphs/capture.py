@@ -385,8 +385,6 @@ def _refused(root: RootState, unit: Unit | None = None) -> Iterator[str]:
             yield f"what {module} does"
     if any(handle.params_on or handle.gradients.sums_on for handle in handles):
         yield "offload"
-    if root.reducer.step_by is not None:
-        yield "step_in_backward"
     if root.tensor_parallel_groups:
         yield "tensor-parallel parameters"
     if any(kind_of_hooks(each) for handle in handles for each in handle.sharded_params):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.gradients import Gradient
+from layerzero.step.extension import Extension
 from layerzero.step.reducer import Delivery, Part
 from layerzero.step.unit import Unit
 
@@ -28,7 +29,7 @@ def whole_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     return [group["params"] for group in optimizer.param_groups] if known is None else known
 
 
-class StepInBackward:
+class StepInBackward(Extension):
     """Runs an element-wise optimizer on a few parameters at a time.
 
     During the call its param groups contain only those parameters; hyperparameters, state and hooks

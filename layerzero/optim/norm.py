@@ -334,7 +334,7 @@ class Clipped(NamedTuple):
 
 
 def refuse_used(root: RootState) -> None:
-    if root.reducer.step_by is not None:
+    if root.extensions.deliver:
         raise RuntimeError(
             "clip_grad_norm_ after step_in_backward: the optimizer has used the gradients already; "
             "call step_in_backward(None), clip after backward, then call optimizer.step()"

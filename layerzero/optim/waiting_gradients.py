@@ -145,6 +145,8 @@ def reduce_waiting(root: RootState) -> None:
                 if unit.is_trainable:
                     reducer.reduce(unit)
             with on_main, root.context.profile("deliver", "model"):
+                for before_delivery in root.extensions.before_delivery:
+                    before_delivery(())
                 root.shown.hide()
                 reducer.deliver()
                 reducer.commit()

@@ -15,13 +15,10 @@ from layerzero.step.unit import Unit
 class Agreement:
     """Decides with other ranks what a scheduler gathers and a reducer reduces.
 
-    A subclass also has `before_use(unit)`, when this rank is about to unshard a unit, unless it is
-    resident; `before_reduction(unit)`, whether this rank reduces the unit now; `reduce_the_rest()`,
-    when a pass ends; and `commit()`, once its gradients are delivered.
+    A subclass is an `Extension` that also has `before_use` and `before_reduction`, and calls
+    `settle` in `before_delivery`.
     """
 
-    prefetches = True
-    """Whether units that every rank calls are prefetched."""
     subject = "optional modules"
     """What ranks agree on, in errors."""
 
@@ -95,9 +92,11 @@ class Agreement:
 
     def exchange_presence(
         self, reductions: list[Reduction]
-    ) -> Callable[[], list[tuple[Reduction, set[int]]]]:
+    ) -> Callable[[], list[tuple[Reduction, set[int]]]] | None:
         """As the reducer's; `settle` has exchanged the part of these units."""
         own = [each for each in reductions if self.concerns(each.unit)]
+        if not own:
+            return None
         rest = [each for each in reductions if not self.concerns(each.unit)]
         others = self._reducer.exchange_presence(rest) if rest else list
 

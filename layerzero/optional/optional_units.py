@@ -85,6 +85,7 @@ class OptionalUnits(Agreement, Extension):
     """Index of each optional unit in the root's list, and the name of its region: the FQN of the
     innermost optional module around it, or its own (`find_regions` in arguments.py)."""
     mean: OptionalMean
+    _is_active = False
 
     def __init__(
         self, root: RootState, region_of: Mapping[int, str], mean: OptionalMean, is_reused: bool
@@ -93,7 +94,6 @@ class OptionalUnits(Agreement, Extension):
         at several places of the model (shared, or tied): passes do not record where it comes, so
         ranks exchange before every gather of a forward."""
         super().__init__(root)
-        self._scheduler = root.scheduler
         self.region_of, self.mean = region_of, mean
         first: dict[str, int] = {}
         self._request_of = {
@@ -123,11 +123,9 @@ class OptionalUnits(Agreement, Extension):
     def set_active(self, is_active: bool) -> None:
         """Whether ranks may skip these units in the passes that follow, or agree by other means.
         Not inside a pass."""
+        self._is_active = is_active
         for unit in self._reached_by:
             unit.set_optional(is_active)
-        agreed = self if is_active else None
-        self._scheduler.agree(agreed)
-        self._reducer.agreed = agreed
         self._waiting = {*self._reached_by} if self._reducer.kept.adds_up else set()
 
     def before_forward(self, unit: Unit, forward_pass: ForwardPass) -> None:
@@ -142,6 +140,8 @@ class OptionalUnits(Agreement, Extension):
         self._open = forward_pass
 
     def before_use(self, unit: Unit) -> None:
+        if not self._is_active:
+            return
         if self._context.in_backward or self._open is None:
             if unit.is_optional and unit.state is ShardState.SHARDED:
                 raise RuntimeError(
@@ -185,7 +185,7 @@ class OptionalUnits(Agreement, Extension):
             if not torch.is_grad_enabled():
                 self._runs_again.add(unit)
             unit.hold(_OPTIONAL)
-        if is_outermost and self._reducer.agreed is self:
+        if is_outermost and self._is_active:
             self._leave_place(None)
             self.places.has_ended = True
             if self._makes_graph:
@@ -213,8 +213,13 @@ class OptionalUnits(Agreement, Extension):
         if self._open is None:  # Else `torch.autograd.grad` ran inside a forward.
             gathered = (self._gathered_in.get(each, set()) for each in forwards)
             self._may_have = set[Unit]().union(*gathered)
+        if self._is_active:
+            units = sorted(self._may_have | self._waiting, key=lambda unit: unit.index)
+            self.settle([unit for unit in units if unit.is_trainable and self.sends(unit)])
 
     def end_backward(self, forwards: Iterable[ForwardPass]) -> None:
+        self._waiting = set() if self._reducer.requires_sync else self._waiting | self._may_have
+        self._may_have = set()
         self._free_unreachable(() if self._retains_graph else forwards)
 
     def concerns(self, unit: Unit) -> bool:
@@ -229,14 +234,6 @@ class OptionalUnits(Agreement, Extension):
             return True
         self._free_finished(unit)
         return not self.sends(unit)
-
-    def reduce_the_rest(self) -> None:
-        units = sorted(self._may_have | self._waiting, key=lambda unit: unit.index)
-        self.settle([unit for unit in units if unit.is_trainable and self.sends(unit)])
-
-    def commit(self) -> None:
-        self._waiting = set() if self._reducer.requires_sync else self._waiting | self._may_have
-        self._may_have = set()
 
     def _free_finished(self, unit: Unit) -> None:
         """Autograd has run all of the unit's backward in one pass: free it, if it cannot run it
@@ -258,7 +255,7 @@ class OptionalUnits(Agreement, Extension):
 
     def before_abort(self, error: BaseException | None) -> None:
         """Raise on ranks that exchange here, too."""
-        if self._open is not None and self._reducer.agreed is self and self.places.exchanges:
+        if self._open is not None and self._is_active and self.places.exchanges:
             error = error or RuntimeError("a forward failed")
             self._exchange.report(error, self.subject)
         self._open = None

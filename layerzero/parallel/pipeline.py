@@ -170,7 +170,7 @@ class ZeRO3PipelineStage(PipelineStage):
         """Divide the gradients by the number of micro-batches, once they are complete."""
         if not self._root.reducer.requires_sync:
             return  # They wait, and are divided with those of the step that reduces them.
-        if grad_scale_factor != 1 and self._root.reducer.step_by is not None:
+        if grad_scale_factor != 1 and self._root.extensions.deliver:
             raise RuntimeError(
                 f"stage {self.stage_index}: the schedule scales gradients after the backward, but "
                 "step_in_backward has used them already: pass scale_grads=False to the schedule "

@@ -17,20 +17,12 @@ from typing import Any
 
 import torch
 
-from layerzero.comm import collectives
 from layerzero.comm.streams import NOTHING, Event, Streams
 from layerzero.config import GatherBudget
 from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 
 _logger = logging.getLogger(__name__)
-
-
-class Transport:
-    """How bytes of parameters and gradients travel: the collectives themselves."""
-
-    all_gather = staticmethod(collectives.all_gather)
-    reduce_scatter = staticmethod(collectives.reduce_scatter)
 
 
 class RateLimiter:
@@ -78,8 +70,6 @@ class RuntimeContext:
     """Shared by the units of one model. Units reference it; it references no unit."""
 
     extensions: Extensions
-    transport: Transport
-    """Collectives that gather and reduce; verification puts another in its place, on all ranks."""
     owner: Callable[[], object | None]
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
     replaced: list[str]
@@ -104,7 +94,6 @@ class RuntimeContext:
         self.device = device
         # Which refer to units, and these to this object: a cycle would outlive the model.
         self.extensions = weakref.proxy(extensions)
-        self.transport = Transport()
         self.streams = streams
         self.operations = operations
         self.limiter = limiter

@@ -1,9 +1,8 @@
 """Extension, the way in for features: the engine calls its methods at fixed places of a step.
 
-Optional modules and joins decide beside it what is gathered (`UnshardScheduler.agree`), checked
-bytes how (`RuntimeContext.transport`). A feature defines the methods that it needs of
-`Extension`, and is added to `RootState.extensions` once the model is built. Each event is a tuple
-of these methods, so an unused one costs a loop over an empty tuple, in the same order on all ranks.
+A feature defines the methods that it needs of `Extension`, and is added to `RootState.extensions`
+once the model is built. Each event is a tuple of these methods, so an unused one costs a loop over
+an empty tuple. The order is that of the list, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -13,15 +12,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from layerzero.comm import collectives
+
 E = TypeVar("E", bound="Extension")
 _Events = tuple[Callable[..., Any], ...]
 
 
-class Extension:
-    """A feature of one model. Methods that it does not define are not called.
+class Transport:
+    """How bytes of parameters and gradients travel: the collectives themselves. An extension that
+    is a subclass takes their place."""
 
-    `unit` is a `Unit`, which lies above this file.
-    """
+    all_gather = staticmethod(collectives.all_gather)
+    reduce_scatter = staticmethod(collectives.reduce_scatter)
+
+
+class Extension:
+    """A feature of one model. Methods that it does not define are not called. `unit` is a `Unit`,
+    which lies above this file."""
 
     def exit_call(self, call: Any, outputs: object, is_outermost: bool) -> None:
         """The forward of a `ForwardCall` has returned these outputs, recomputations included."""
@@ -40,8 +47,19 @@ class Extension:
     def between_passes(self, what: str) -> None:
         """A collective call, `what`, begins that is no part of a forward or backward."""
 
+    def before_use(self, unit: Any) -> None:
+        """A unit is used next; unless it is unsharded, it is gathered then, if not here."""
+
+    def before_reduction(self, unit: Any) -> bool:
+        """A backward is done with a unit. Returns whether this rank reduces its gradients now."""
+        raise NotImplementedError
+
     def before_delivery(self, forwards: Any) -> None:
-        """A backward through these `ForwardPass`es ends; gradients are not delivered yet."""
+        """A backward through these `ForwardPass`es ends, or `reduce_gradients` without any. The
+        gradients are not delivered yet; more units may be reduced."""
+
+    def exchange_presence(self, reductions: Any) -> Callable[[], Any] | None:
+        """Exchange it as presence.py does, for these `Reduction`s. None leaves it to the engine."""
 
     def end_backward(self, forwards: Any) -> None:
         """A backward through these `ForwardPass`es has ended; units are not freed yet."""
@@ -50,6 +68,10 @@ class Extension:
         """All `Reduction`s of a backward are done, and no `.grad` is written yet. Returns whether
         to drop these gradients, the same on every rank; or raises on all."""
         raise NotImplementedError
+
+    def deliver(self, delivery: Any, parts: Any) -> None:
+        """Deliver the `Part`s of a backward, in the order of issue, and use the gradients up; in
+        the place of the engine."""
 
     def kept_micro_batch(self) -> None:
         """A backward is complete, and its gradients wait for a later one."""
@@ -101,6 +123,8 @@ class Extension:
 class Extensions:
     """The extensions of one model; for each event, an attribute: the methods to call."""
 
+    transport: Transport
+
     if TYPE_CHECKING:  # Only then: where a class has this, reading any attribute takes longer.
 
         def __getattr__(self, event: str) -> _Events: ...
@@ -125,3 +149,4 @@ class Extensions:
         for event, own in events:
             methods = (getattr(e, event) for e in self._all if getattr(type(e), event) is not own)
             setattr(self, event, tuple(methods))
+        self.transport = next((e for e in self._all if isinstance(e, Transport)), Transport())

@@ -117,7 +117,7 @@ class FlatParamHandle(FlatParam):
         operation = context.operations.next("outer all-gather", unit, outer)
         with context.streams.unshard as stream:
             stream.wait(written)
-            gather = context.transport.all_gather(
+            gather = context.extensions.transport.all_gather(
                 self.compute_shard, self.compute_slice, outer, operation
             )
             return written, stream.enqueue_wait(gather)
@@ -137,7 +137,7 @@ class FlatParamHandle(FlatParam):
             stream.wait(written)
             if shard is self.compute_shard and self.casts_in_place:
                 self.write_compute_slice()
-            gather = context.transport.all_gather(self.gathered, shard, group, operation)
+            gather = context.extensions.transport.all_gather(self.gathered, shard, group, operation)
             return stream.enqueue_wait(gather)
 
     def wait_for_unshard(self, *stream: Any) -> None:

@@ -37,8 +37,6 @@ class GradientReducer:
 
     requires_sync = True
     """False inside `no_sync`: gradients accumulate over micro-batches."""
-    agreed: Any = None
-    """Decides with other ranks what is reduced (`layerzero/optional`); None: every unit is."""
     sums_sharded: bool
     """Whether micro-batches add up after the first hop of their reduction, not before it."""
     chooses_sums: bool
@@ -48,9 +46,6 @@ class GradientReducer:
     unit_flags: Mapping[Unit, tuple[bool, bool]]
     """Units that differ from the model: whether gradients accumulate though `requires_sync` is set,
     and `sums_sharded`. The same on every rank."""
-    step_by: Callable[[Delivery, list[Part]], None] | None = None
-    """Delivers the parts, in the order of issue, and uses the gradients up (`step_in_backward`, see
-    `optim/in_backward`); None: they stay in `.grad`."""
 
     def __init__(
         self, context: RuntimeContext, units: Sequence[Unit], accumulation: str, max_nbytes: int
@@ -105,8 +100,9 @@ class GradientReducer:
         """
         if torch.is_grad_enabled():  # As a pass ends, and in one that makes a graph.
             return torch.no_grad()(self.reduce)(unit)
-        if self.agreed is not None and not self.agreed.before_reduction(unit):
-            return None
+        for before_reduction in self._context.extensions.before_reduction:
+            if not before_reduction(unit):
+                return None
         on_main = self._context.streams.on_main(unit.used_on)
         # Gradients that other streams own live until these come after their packing.
         _keepalive = on_main is not NOTHING and [
@@ -147,19 +143,17 @@ class GradientReducer:
 
         Collective. Blocks the host on CPU, with offloaded parameters, and if a gradient is missing.
         """
-        if self.agreed is not None:
-            self.agreed.reduce_the_rest()
-        last = self.undelivered()
-        agrees = self.agreed is not None and any(self.agreed.concerns(r.unit) for r in last)
+        last, extensions, presence = self.undelivered(), self._context.extensions, None
         with torch.no_grad():
-            presence = (self.agreed if agrees else self).exchange_presence(last) if last else None
+            for exchange in (*extensions.exchange_presence, self.exchange_presence) if last else ():
+                presence = presence or exchange(last)
             while self._in_flight:
                 self._complete_oldest()
             if presence is None:
                 return
             with self._context.profile("wait_for_presence", "model"):
                 arrived = presence()
-            judges = self._context.extensions.before_write
+            judges = extensions.before_write
             drops = [before_write([each for each, _ in arrived]) for before_write in judges]
             self._undelivered = []
         if any(drops) or self.kept.is_skipping:
@@ -167,12 +161,9 @@ class GradientReducer:
             root: Any = self._context.owner()
             self._delivery.clear([*sharded, *root.kept_whole])
             return
-        if self.step_by is not None and any(present for _, present in arrived):
-            self.step_by(
-                self._delivery,
-                [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived],
-            )
-            return
+        if extensions.deliver and any(present for _, present in arrived):
+            parts = [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived]
+            return extensions.deliver[0](self._delivery, parts)
         hooked = self._add_parts(arrived)
         if hooked:
             self._delivery.run_hooks(hooked)
@@ -201,8 +192,6 @@ class GradientReducer:
         if self.kept.adds_up or waiting:
             self._keep_sums()
         self.kept.end_pass(waiting, was_dropped)
-        if self.agreed is not None:
-            self.agreed.commit()
 
     def _keep_sums(self) -> None:
         """See Note [A pass adds only when it is complete] in gradient_sums.py."""

@@ -151,7 +151,7 @@ class Reduction:
             copies = copies and given.numel() < gradients.layout.shard_numel
         is_only_hop = len(groups) == 1 and not copies and not adds_up and handle.params_on is None
         is_only_hop = is_only_hop and given is None and not context.extensions.reduced
-        transport = context.transport
+        transport = context.extensions.transport
         started: Waitable
         if given is not None:
             chunk, started = given, stream.drain_handle()

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 
@@ -62,8 +61,6 @@ class UnshardScheduler:
     """Whether units stay unsharded for a graph of a backward (`create_graph`), which reads them."""
     unshards_all_before_forward = False
     """Whether a forward begins by gathering every unit and ordering compute after all gathers."""
-    agreed: Any = None
-    """Agrees with other ranks on what is gathered (`layerzero/optional`); or None."""
     last: Unit | None = None
     """The unit held as `LAST_OF_FORWARD`."""
     _has_gradients = False
@@ -86,10 +83,10 @@ class UnshardScheduler:
         self._without_gradients: set[Unit] = set()
         """See Note [What runs without gradients]."""
 
-    def agree(self, agreed: Any, recorder: ExecOrderRecorder | None = None) -> None:
-        """Consult `agreed` before each use of a unit; None: nothing. A `recorder` stands in for the
-        model's until the next call of this."""
-        self.agreed, self.recorder = agreed, recorder or self._own_recorder
+    def set_aside_orders(self, are_aside: bool) -> None:
+        """Whether the passes that follow are not all ranks': their orders are forgotten, and
+        nothing is prefetched, because ranks would not do it alike."""
+        self.recorder = ExecOrderRecorder() if are_aside else self._own_recorder
 
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
         """A forward of the model begins with `unit`. For the flag see `mark_stale`."""
@@ -110,8 +107,8 @@ class UnshardScheduler:
                 if self.holds_for_graph:
                     # A graph made with create_graph reads it in a later backward, and no hook
                     # would gather it there.
-                    if self.agreed is not None:
-                        self.agreed.before_use(other)
+                    for before_use in self._context.extensions.before_use:
+                        before_use(other)
                     other.unshard()
             else:
                 # These were to last until this forward, which decides again.
@@ -242,8 +239,8 @@ class UnshardScheduler:
         can differ between ranks (unused parameters); a visit that gathers cannot, because gathering
         is collective. So ranks record, predict and prefetch alike.
         """
-        if self.agreed is not None:
-            self.agreed.before_use(unit)
+        for before_use in self._context.extensions.before_use:
+            before_use(unit)
         if self.last is unit:
             # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
             self.last = None
@@ -277,7 +274,7 @@ class UnshardScheduler:
         Args:
             behind_reductions: see `Unit.unshard`; None: True in backward, False in forward.
         """
-        if unit.is_optional or (self.agreed is not None and not self.agreed.prefetches):
+        if unit.is_optional or self.recorder is not self._own_recorder:
             return  # Ranks would not prefetch alike.
         if in_backward:
             depth = self.backward_depth
@@ -304,7 +301,7 @@ class UnshardScheduler:
     def free_after_forward(self, unit: Unit, grad_enabled: bool) -> None:
         """The forward of `unit` has ended. Not called for recomputation."""
         if not unit.handles or unit.is_optional:
-            return  # An optional unit is freed by `agreed`.
+            return  # An optional unit is freed by its extension.
         if self.last is not None:
             self.free_last()  # Only one unit stays: the one whose forward ended last.
         if not unit.options.reshard_after_forward:

@@ -19,7 +19,6 @@ from layerzero.optional.agreement import Agreement
 from layerzero.optional.exchange import NOTHING, exchange_of
 from layerzero.optional.optional_units import gather_with_others
 from layerzero.step.backward import ForwardCall, ForwardPass
-from layerzero.step.exec_order import ExecOrderRecorder
 from layerzero.step.extension import Extension
 from layerzero.step.operations import remembers_failure
 from layerzero.step.reduction import Reduction
@@ -73,9 +72,8 @@ OUT = Request(Kind.OUT)
 LAST = Request(Kind.LAST)
 
 
-class Follower(Agreement):
-    """One pass that only some ranks of a join run; the others follow each collective of it. What
-    the scheduler and the reducer consult meanwhile.
+class Follower(Agreement, Extension):
+    """One pass that only some ranks of a join run; the others follow each collective of it.
 
     Before each gather and each reduction, ranks exchange which one they want (`Agreement`). All
     take part in the lowest request: a rank that does not run the pass frees what it gathered at
@@ -83,7 +81,6 @@ class Follower(Agreement):
     prefetched, and no order is recorded, as ranks that only follow would not predict the same.
     """
 
-    prefetches = False
     subject = "a pass inside a join"
 
     def __init__(self, root: RootState, runs: bool, num_averaged: int | None) -> None:
@@ -126,12 +123,12 @@ class Follower(Agreement):
             return True
         if unit is not self._taken:
             if not self._runs:
-                return False  # `reduce_the_rest` comes to what waits here.
+                return False  # `before_delivery` comes to what waits here.
             self._request(2 * unit.index + 1)
         self._reduced.add(unit)
         return True
 
-    def reduce_the_rest(self) -> None:
+    def before_delivery(self, forwards: Iterable[ForwardPass]) -> None:
         """Take part in the rest of a backward; then reduce what waits on any rank, of earlier
         micro-batches."""
         if self._context.in_backward:
@@ -139,9 +136,6 @@ class Follower(Agreement):
         if self._reducer.requires_sync:
             units = [unit for unit in self._units if unit.is_trainable]
             self.settle(units, self._reduced if self._context.in_backward else units)
-
-    def commit(self) -> None:
-        pass
 
 
 class RunningJoin(Extension):
@@ -268,16 +262,17 @@ class RunningJoin(Extension):
         self._follower = Follower(root, runs, self._num_active if self._averages_active else None)
         if root.optional is not None:
             root.optional.set_active(False)
-        root.scheduler.agree(self._follower, ExecOrderRecorder())
-        root.reducer.agreed = self._follower
+        root.scheduler.set_aside_orders(True)
+        root.extensions.add(self._follower)
 
     def _run_together(self) -> None:
         """The pass is over; all ranks run the next one, unless they say otherwise."""
         if self._follower is None:
             return
-        root, self._follower = self._root, None
-        root.scheduler.agree(None)
-        root.reducer.agreed = None
+        root = self._root
+        root.extensions.remove(self._follower)
+        root.scheduler.set_aside_orders(False)
+        self._follower = None
         if root.optional is not None:
             root.optional.set_active(True)
 

@@ -29,8 +29,7 @@ from layerzero.errors import CorruptionError
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.placement import ShardGroup
 from layerzero.ops import ordered_sum_
-from layerzero.step.context import Transport
-from layerzero.step.extension import Extension
+from layerzero.step.extension import Extension, Transport
 from layerzero.step.root import RootState
 from layerzero.verify.checksums import word_sums
 from layerzero.verify.wire import Checksums, Wire, kept
@@ -66,7 +65,6 @@ class Verifier(Transport, Extension):
         self._unchecked: list[_Sent] = []
         """Since the last check."""
         root.extensions.add(self)
-        root.context.transport = self
 
     @functools.cached_property
     def _handle_of(self) -> dict[int, weakref.ref[FlatParam]]:

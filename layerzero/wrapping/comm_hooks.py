@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero.flat.placement import ShardGroup
-from layerzero.step.context import Transport
-from layerzero.step.extension import Extension
+from layerzero.step.extension import Extension, Transport
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit
@@ -59,7 +58,7 @@ def set_hooks(root: RootState) -> None:
 
 
 def _check(unit: Unit) -> None:
-    if unit.options.deterministic or type(unit.context.transport) is not Transport:
+    if unit.options.deterministic or type(unit.context.extensions.transport) is not Transport:
         raise NotImplementedError(
             f"{unit.label}: a communication hook replaces the sums that deterministic=True fixes "
             "and verify= checks; leave out one of them"

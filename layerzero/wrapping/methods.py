@@ -148,13 +148,14 @@ class FeatureMethods(UnitMethods, Joinable):
             optimizer: an element-wise optimizer; its parameters that are not this model's are
                 stepped last. None: switch back to `optimizer.step()`.
         """
-        root = self._root_state
-        if optimizer is None:
-            root.reducer.step_by = None
-        else:
-            from layerzero.optim.in_backward import StepInBackward
+        from layerzero.optim.in_backward import StepInBackward
 
-            root.reducer.step_by = StepInBackward(optimizer).deliver
+        extensions = self._root_state.extensions
+        new = [] if optimizer is None else [StepInBackward(optimizer)]
+        for former in extensions.of(StepInBackward):
+            extensions.remove(former)
+        for each in new:
+            extensions.add(each)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`.

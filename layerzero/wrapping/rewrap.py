@@ -77,7 +77,7 @@ def rewrap(model: ModuleWrapper) -> list[str]:
                 f"rewrap: {name!r} was wrapped by its own ZeRO3, whose arguments would be lost; "
                 "build the model again and wrap it with auto_wrap_policy"
             )
-    if root.reducer.step_by is not None:
+    if root.extensions.deliver:
         raise NotImplementedError(
             "rewrap: would replace sharded parameters of the optimizer that steps in backward; "
             "call step_in_backward(None) before, and step_in_backward(a new optimizer) afterwards"

@@ -56,7 +56,7 @@ def _check(model: ModuleWrapper, root: RootState, given: Arguments, label: str) 
             raise ValueError(
                 f"{what}, so both need the same {name}: expected {other!r}, got {ours!r}"
             )
-    if theirs.memory_budget is not None or root.extensions.reduce or root.reducer.step_by:
+    if theirs.memory_budget is not None or root.extensions.reduce or root.extensions.deliver:
         raise NotImplementedError(
             f"{what}; models that share units can have no memory_budget, register_comm_hook or "
             "step_in_backward"

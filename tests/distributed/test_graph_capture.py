@@ -277,7 +277,7 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = [
     ("what layerzero.optim.nonfinite does", {"on_nonfinite": "skip"}, _train),
     ("gradients of no_sync that wait for the next call", {}, _left),
     ("units that stay unsharded between two calls", {}, _unsharded),
-    ("step_in_backward", {}, _in_backward),
+    ("what layerzero.optim.in_backward does", {}, _in_backward),
     ("hooks on sharded parameters", {}, _with_a_hook),
     ("a GradScaler", {}, _with_a_scaler),
 ]

@@ -368,7 +368,7 @@ def test_torchs_join_may_be_off() -> None:
         with Join([ours.model], enable=enable, optimizers=[ours.optimizer]):
             ours.train(plan)
             assert (root.join is not None) == enable
-        assert root.join is None and root.scheduler.agreed is None
+        assert root.join is None and not root.extensions.before_use
         theirs.train_here(plan)
     assert_close_in_float64(full_parameters(ours.model), full_parameters(theirs.model), "weight of")
 

@@ -120,7 +120,7 @@ def _traces(model: ZeRO3) -> list[object]:
     events = [
         method.__qualname__
         for name, of in vars(root.extensions).items()
-        if name[0] != "_"
+        if name not in ("_all", "transport")
         for method in of
     ]
     return [*events, root.operations.time_by]

@@ -94,8 +94,8 @@ def _open_calls(model: ZeRO3) -> dict[Any, Any]:
     """Calls whose backward may come; with optional modules also where these came."""
     root = root_state(model)
     found: dict[Any, Any] = {"calls": [len(unit.open_starts) for unit in root.units]}
-    if root.scheduler.agreed is not None:
-        places = copy.deepcopy(root.scheduler.agreed.places)
+    if root.optional is not None:
+        places = copy.deepcopy(root.optional.places)
         places.begin(None)  # Learns from the latest forward, unless that was taken back.
         # The kind of a forward that failed may stay, without a path.
         found["places"] = {kind: paths for kind, paths in places._paths.items() if paths}
