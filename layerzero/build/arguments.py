@@ -287,6 +287,6 @@ def check_arguments(given: Mapping[str, Any]) -> Arguments:
                 f"ignored_modules: contains a {type(module).__name__} that is the wrapped module "
                 "itself or sharded already; list modules inside that are to stay whole"
             )
-    ours["reduction"] = ours["reduction"] or ReductionPolicy()
-    ours["row_multiple"] = ours["layout"]
+    ours |= {"reduction": ours["reduction"] or ReductionPolicy(), "row_multiple": ours["layout"]}
+    ours.setdefault("root_precision", ours["mixed_precision"])
     return Arguments(**{field.name: ours[field.name] for field in fields(Arguments)})

@@ -25,6 +25,7 @@ from layerzero.step.methods import is_compiled
 from layerzero.step.unit import get_unit
 from layerzero.wrapping.features import find_features
 from layerzero.wrapping.fsdp_arguments import to_arguments
+from layerzero.wrapping.refusals import check_module
 from layerzero.wrapping.zero3 import KEYWORDS
 
 _CPU = torch.device("cpu")
@@ -49,6 +50,7 @@ class Prepared(NamedTuple):
 def prepare(module: nn.Module, world_size: int, arguments: Mapping[str, Any]) -> Prepared:
     """Copy the module without memory, and plan its units. Changes nothing of it. `arguments`:
     others of `ZeRO3` by name, or of FSDP."""
+    check_module(module)
     if world_size < 1:
         raise ValueError(f"world_size: expected at least 1 rank, got {world_size}")
     if "process_group" in arguments:

@@ -31,8 +31,7 @@ from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.unit import Unit, get_unit
 from layerzero.verify.same_plan import SamePlan, plain
 from layerzero.verify.start_values import StartValues
-from layerzero.wrapping.fsdp_arguments import to_arguments
-from layerzero.wrapping.refusals import refuse
+from layerzero.wrapping.refusals import check_module, refuse
 
 _logger = logging.getLogger("layerzero.log")
 _LIBRARIES = ("transformers", "diffusers", "peft", "huggingface_hub")
@@ -46,7 +45,14 @@ def checked(
 ) -> tuple[Arguments, list[nn.Module | nn.Parameter]]:
     """The arguments of `ZeRO3`, checked, for a module that is unwrapped if its wrapper is gone; and
     what ZeRO3 modules inside ignore. Collective over the model's ranks only in that case."""
-    arguments = check_arguments(to_arguments(given, unknown))
+    check_module(module)
+    classes = {cls.__module__ for each in given.values() for cls in type(each).__mro__}
+    is_torchs = any(name.startswith("torch.distributed.fsdp") for name in classes)
+    if unknown or is_torchs or callable(given["auto_wrap_policy"]):  # Which may answer in FSDP's.
+        from layerzero.wrapping.fsdp_arguments import to_arguments
+
+        given = to_arguments(given, unknown)
+    arguments = check_arguments(given)
     resolve_process_groups(arguments.process_group)  # Raises if there is none.
     if not any(get_unit(part) is not None or shown_by(part) for part in module.modules()):
         return arguments, []

@@ -1,8 +1,5 @@
 """Converts arguments of torch's FSDP to ours, or raises and names the argument to use instead.
-
-Imports `torch.distributed.fsdp` for a policy that is a function only: a caller who passes one of
-its objects has.
-"""
+`features.py` imports it where one comes."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from layerzero.config import BackwardPrefetch, MixedPrecision, OffloadPolicy
 from layerzero.flat.names import clean_name
 from layerzero.flat.parameter_info import get_info
 from layerzero.step.unit import get_unit
-from layerzero.wrapping.refusals import check_module
 
 _STRATEGIES = {
     "FULL_SHARD": "leave it out, this is the default",
@@ -53,7 +49,6 @@ _OURS = {
 def to_arguments(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `ZeRO3` by name, with those that were written for FSDP in our terms. Raises
     for `unknown` ones, which `ZeRO3` does not have, and names what to use instead."""
-    check_module(given["module"])
     _refuse_unknown(unknown, given)
     policy = given["auto_wrap_policy"]
     of_units, of_root = to_precision(given["mixed_precision"], given["module"], policy is not None)
@@ -153,9 +148,8 @@ def to_backward_prefetch(value: Any) -> Any:
 
 def to_policy(policy: Any) -> Any:
     """A policy in our terms, which gives units arguments in our terms; None if it is None."""
-    if isinstance(policy, (type, nn.Module)) or not (
-        callable(policy) or hasattr(policy, "_run_policy")
-    ):
+    chooses = callable(policy) or hasattr(policy, "_run_policy")
+    if isinstance(policy, (type, nn.Module)) or not chooses:
         return policy
     try:
         names = inspect.signature(policy).parameters if callable(policy) else ()
