@@ -28,7 +28,7 @@ def adopt(flat: FlatParam, unit: str) -> None:
             )
     # A tensor made in inference mode could not be written in place outside it.
     with torch.inference_mode(False), torch.no_grad():
-        if not flat.is_whole or flat.has_compute_shard or not any(flat.splits):
+        if not flat.is_main_memory or not any(flat.splits):
             numel, dtype = flat.layout.shard_numel, flat.main_shard.dtype
             if flat.params_on is None:
                 moved = torch.empty(numel, dtype=dtype, device=flat.main_shard.device)

@@ -24,7 +24,8 @@ Note [Views outlive storage]
 
 Note [One rank is whole]
     In a shard group of one rank the full buffer is the compute shard. It is freed when a step ends,
-    not after each use; it is cast, or gathered over the outer group, once a step.
+    not after each use; it is cast, or gathered over the outer group, once a step. Where it is not,
+    it is the main shard itself, and changes as soon as an optimizer steps.
 """
 
 from __future__ import annotations
@@ -36,14 +37,7 @@ import torch
 from torch import nn
 
 from layerzero.flat.buffer import Buffer
-from layerzero.flat.flatten import (
-    OriginalParameter,
-    Slot,
-    build,
-    fill_shard,
-    make_sharded,
-    sizes,
-)
+from layerzero.flat.flatten import OriginalParameter, Slot, build, fill_shard, make_sharded, sizes
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.layout import FlatLayout
@@ -82,7 +76,8 @@ class FlatParam:
     unsharded_params: list[nn.Parameter]
     """One unsharded parameter per original one; see Note [Views outlive storage]."""
     is_whole: bool
-    """Whether the full buffer is the compute shard; see Note [One rank is whole]."""
+    is_main_memory: bool
+    """Whether the full buffer is the compute shard; the main shard: Note [One rank is whole]."""
     full_nbytes: int
     """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
     gathered: torch.Tensor
@@ -198,7 +193,8 @@ class FlatParam:
         compute_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if self.is_whole and not self.has_compute_shard:
+        self.is_main_memory = self.is_whole and not self.has_compute_shard
+        if self.is_main_memory:
             self.full = self.main_shard.data
         else:
             # Freed once its views are made: `empty` does not touch the memory.

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from layerzero.flat.flat_param import version_of
 from layerzero.flat.parameter_hooks import is_accumulating
 from layerzero.flat.parameter_info import info_of
-from layerzero.guards.first_forward import FirstForward, is_main_memory, rejoin, written_into
+from layerzero.guards.first_forward import FirstForward, rejoin, written_into
 from layerzero.notices import some, warn_once
 from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
@@ -131,7 +131,7 @@ class EachForward(Extension):
             versions = [*map(version_of, handle.unsharded_params)]
             if versions != handle.left_versions:
                 triples = zip(handle.fqns, handle.left_versions, versions, strict=True)
-                if not is_main_memory(handle):
+                if not handle.is_main_memory:  # Else writes stay, as in plain torch.
                     names += [fqn for fqn, before, now in triples if before != now]
                 handle.left_versions = versions
                 rejoin(handle)  # As `flatten_parameters` of cuDNN's RNNs needs.

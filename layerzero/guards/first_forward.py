@@ -131,11 +131,6 @@ def rejoin(handle: FlatParamHandle) -> None:
         handle.free_full()
 
 
-def is_main_memory(handle: FlatParamHandle) -> bool:
-    """Whether unsharded parameters are the optimizer's memory: writes stay, as in plain torch."""
-    return handle.is_whole and not handle.has_compute_shard
-
-
 def _digests(unit: Unit) -> list[torch.Tensor]:
     """For each flat parameter: the sum of the bits of each parameter, and how far it was moved."""
     # Hidden from dispatch modes: selective checkpointing counts operations.
@@ -149,7 +144,7 @@ def _sums(handle: FlatParamHandle) -> Iterator[torch.Tensor]:
         own, moved = local_of(parameter).detach().reshape(-1), 0
         if own.numel() and version_of(parameter) == handle.left_versions[index]:
             moved = address_of(own) - address_of(full) - handle.layout.starts[index] * size
-        bits = bits_of(own[: 0 if is_main_memory(handle) else None])
+        bits = bits_of(own[: 0 if handle.is_main_memory else None])
         yield bits.sum(dtype=torch.int64) + moved
 
 

@@ -84,8 +84,7 @@ class UnshardScheduler:
         """See Note [What runs without gradients]."""
 
     def set_aside_orders(self, are_aside: bool) -> None:
-        """Whether the passes that follow are not all ranks': their orders are forgotten, and
-        nothing is prefetched, because ranks would not do it alike."""
+        """Whether the next passes are not all ranks': nothing is prefetched or remembered."""
         self.recorder = ExecOrderRecorder() if are_aside else self._own_recorder
 
     def begin_forward(self, unit: Unit, weights_may_have_changed: bool) -> None:
@@ -245,9 +244,10 @@ class UnshardScheduler:
             # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
             self.last = None
             unit.end_hold(_LAST)
-        if not in_backward and unit.state is not SHARDED:
+        if unit.state is not SHARDED:
             for handle in unit.handles:
-                if handle.is_stale:  # Written inside this forward, after it was gathered.
+                # Written after it was gathered: inside this forward, or where no copy was made.
+                if (not in_backward or handle.is_main_memory) and handle.is_stale:
                     unit.reshard()
                     break
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.

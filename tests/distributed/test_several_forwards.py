@@ -1,6 +1,7 @@
 """A forward call is an object: several may wait for their backward, in any order. And uses that
 broke once: each test is the program that showed it."""
 
+import itertools
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from layerzero import MixedPrecision, ZeRO3, units
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks, named
 from tests.harness.compare import (
+    assert_same_gradients,
     assert_same_values,
     assert_trains_alike,
     sharded,
@@ -36,6 +38,7 @@ from tests.harness.reference import (
     RunFn,
     after_an_evaluation,
     backward_of,
+    backward_of_all_ranks,
     batches_of,
     forward_backward,
     in_turn,
@@ -551,3 +554,23 @@ def test_a_graph_goes_backward_after_other_weights_of_its_unit_were_written() ->
             _steps_between_two_backwards(plain, plain_build, batch)
             if build is not native or HAS_FMA:
                 assert_same_values(ours, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_graph_from_before_a_step_never_uses_the_weights_after_it(world_size: int) -> None:
+    """torch's error, or, where all units stayed full in memory of their own, right gradients."""
+    layouts = ({}, {"zero3_size": 1}, {"zero3_size": 1, "outer": "replicate"})
+    for given, stays in itertools.product(layouts, (False, True)):
+        batches = mlp_batches(1)[0]
+        model = zero3(Mlp, Block, reshard_after_forward=not stays, **given)
+        loss = loss_of(model(batches[dist.get_rank()]))
+        with torch.no_grad():
+            torch._foreach_mul_([*model.parameters()], 2.0)
+        if stays and world_size > 1 and "outer" not in given:
+            loss.backward()
+            backward_of_all_ranks(reference := seeded(Mlp), batches)
+            assert_same_gradients(model, reference)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()

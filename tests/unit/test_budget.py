@@ -20,17 +20,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_380,
-    "flat": 2_218,
+    "": 37_371,
+    "flat": 2_214,
     "step": 3_580,
     "comm": 1_352,
     "watch": 865,
     "build": 1_762,
     "ops": 357,
-    "guards": 605,
+    "guards": 600,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-ENGINE = 10_834
+ENGINE = 10_830
 """Lines of the engine: the files of the top level, and the folders above except the guards."""
 TOUR = 16, 4_110
 """Files in README's tour of a training step, and their lines."""
