@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from math import inf
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -19,15 +20,17 @@ from layerzero.step.unit import BACKWARD, Hold, ShardState, Unit
 
 _OPTIONAL = int(Hold.OPTIONAL)
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_BACKWARD = -1
+"""In the place of a unit's index: a backward inside a forward."""
 _Seen = dict[int, set[int]]
-"""Region -> the numbers of its places on one path of required gathers."""
+"""Region -> the numbers of its places on one path of required units."""
 
 
 class Places:
     """Follows one forward at a time, and learns from it when the next one begins.
 
-    A place lies between two required gathers. Ranks come to the same places in the same order, so
-    they learn the same, and all know without asking whether they exchange at one.
+    A place lies between two calls of required units, or backwards inside the forward. Ranks come to
+    the same places in the same order: they learn the same, and know whether they exchange at one.
     """
 
     def __init__(self, regions: frozenset[int], is_known_ever: bool = True) -> None:
@@ -39,20 +42,22 @@ class Places:
         """Whether the latest forward has ended, and nothing has failed since: learn from it."""
 
     def begin(self, kind: Hashable) -> None:
-        """A forward begins, so the one before is not taken back any more."""
+        """A forward begins, so the one before is not taken back any more. `kind` None: of this one
+        nothing is known or learned."""
         if self.has_ended:
             seen = self._of_kind.setdefault(tuple(self._path), {})
             for region, numbers in self._came.items():
                 seen.setdefault(region, set()).update(numbers)
         self.has_ended = False
-        self._of_kind: dict[tuple[int, ...], _Seen] = self._paths.setdefault(kind, {})
+        known = {} if kind is None else self._paths
+        self._of_kind: dict[tuple[int, ...], _Seen] = known.setdefault(kind, {})
         self._open = [*self._of_kind.items()]
         """Paths that began as the open forward."""
         self._path: list[int] = []
         self._came: _Seen = {}
 
     def required(self, gather: int) -> None:
-        """The forward comes to the gather of a required unit."""
+        """The forward comes to a call of a required unit, or to a backward."""
         number = len(self._path)
         self._open = [each for each in self._open if each[0][number : number + 1] == (gather,)]
         self._path.append(gather)
@@ -71,7 +76,7 @@ class Places:
         )
 
     def leaves_with(self, gather: int | None) -> bool:
-        """Whether no forward went on from here with this gather (None: ended): on a path that ranks
+        """Whether no forward went on from here with this unit (None: ended): on a path that ranks
         do not know they exchange at once."""
         number, rest = len(self._path), () if gather is None else (gather,)
         return all(path[number : number + 1] != rest for path, _ in self._open)
@@ -94,6 +99,7 @@ class OptionalUnits(Agreement, Extension):
         at several places of the model (shared, or tied): passes do not record where it comes, so
         ranks exchange before every gather of a forward."""
         super().__init__(root)
+        self._scheduler = root.scheduler
         self.region_of, self.mean = region_of, mean
         first: dict[str, int] = {}
         self._request_of = {
@@ -117,8 +123,8 @@ class OptionalUnits(Agreement, Extension):
         self._written: set[Unit] = set()
         """Units not gathered since weights may have changed. The scheduler calls the compute shard
         stale on those ranks alone that keep no full parameters for another backward."""
-        self._runs_again: set[Unit] = set()
-        """Those whose forward a reentrant checkpoint runs in backward, perhaps several times."""
+        self._recomputations: dict[Unit, float] = {}
+        """How often a checkpoint may still run the forward of a unit in backward."""
 
     def set_active(self, is_active: bool) -> None:
         """Whether ranks may skip these units in the passes that follow, or agree by other means.
@@ -136,13 +142,17 @@ class OptionalUnits(Agreement, Extension):
         self._gathered = set()
         if not self._reducer.kept.adds_up:
             self._written = {*self._reached_by}
-        self.places.begin((unit.index, self._makes_graph, unit.module.training))
+        kind = unit.index, self._makes_graph, unit.module.training
+        # A graph that holds units has them gathered as the forward begins, in no order of places.
+        self.places.begin(None if self._scheduler.holds_for_graph else kind)
         self._open = forward_pass
 
     def before_use(self, unit: Unit) -> None:
         if not self._is_active:
             return
         if self._context.in_backward or self._open is None:
+            if unit.depth and unit in self._recomputations:  # A call, not its backward.
+                self._recomputations[unit] -= 1
             if unit.is_optional and unit.state is ShardState.SHARDED:
                 raise RuntimeError(
                     f"{unit.label}: this optional module was freed before its backward, by "
@@ -152,15 +162,19 @@ class OptionalUnits(Agreement, Extension):
             if unit not in self._gathered or unit.state is ShardState.SHARDED:
                 self._request(self._request_of[unit])
                 self._take_part(self._request_of[unit], is_used=True)
-        elif unit.state is not ShardState.UNSHARDED:
+        else:  # Also of a unit that is full already: its call may gather others ahead.
             self._leave_place(unit.index)
-            self.places.required(unit.index)
+            self._free_unused()
 
     def _leave_place(self, gather: int | None) -> None:
-        """This rank goes on to a required gather (None: ends): first take part in what others want,
-        then free what its own backward does not reach."""
+        """Before a required unit or a backward (None: the end), take part in what others want."""
         if self.places.exchanges or self.places.leaves_with(gather):
             self._request(NOTHING)
+        if gather is not None:
+            self.places.required(gather)
+
+    def _free_unused(self) -> None:
+        """Free what was gathered for others, or what this rank's backward does not reach."""
         for unit in self._gathered:
             if self._open not in self._reached_by[unit]:
                 unit.free()
@@ -182,11 +196,14 @@ class OptionalUnits(Agreement, Extension):
         unit = call.unit
         if unit.is_optional and self._may_reach(outputs):
             self._reached_by[unit].add(self._open)
-            if not torch.is_grad_enabled():
-                self._runs_again.add(unit)
+            if _top_saved_tensors_hooks(True) is not None:
+                self._recomputations[unit] = self._recomputations.get(unit, 0) + 1
+            elif not torch.is_grad_enabled():
+                self._recomputations[unit] = inf  # Reentrant checkpoints inside each other do.
             unit.hold(_OPTIONAL)
         if is_outermost and self._is_active:
             self._leave_place(None)
+            self._free_unused()
             self.places.has_ended = True
             if self._makes_graph:
                 self._gathered_in[self._open] = self._gathered
@@ -208,6 +225,8 @@ class OptionalUnits(Agreement, Extension):
 
     def before_backward(self, forward_pass: ForwardPass) -> None:
         self._retains_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if self._open is not None and self._is_active:  # Inside a forward, of all ranks.
+            self._leave_place(_BACKWARD)
 
     def before_delivery(self, forwards: Iterable[ForwardPass]) -> None:
         if self._open is None:  # Else `torch.autograd.grad` ran inside a forward.
@@ -240,7 +259,8 @@ class OptionalUnits(Agreement, Extension):
         again. Its gradients stay until the pass ends."""
         passes, is_run = self._reached_by[unit], unit.training_state is BACKWARD
         # Else the pass did not come to it, and brings what waits of earlier micro-batches.
-        if is_run and len(passes) == 1 and unit not in self._runs_again and not self._retains_graph:
+        runs_again = self._retains_graph or self._recomputations.get(unit, 0) > 0
+        if is_run and len(passes) == 1 and not runs_again:
             passes.clear()
             unit.free(_OPTIONAL)
 
@@ -249,7 +269,7 @@ class OptionalUnits(Agreement, Extension):
         for unit, passes in self._reached_by.items():
             passes.difference_update(ended)
             if not passes:
-                self._runs_again.discard(unit)
+                self._recomputations.pop(unit, None)
                 if unit.is_held(_OPTIONAL):
                     unit.free(_OPTIONAL)
 

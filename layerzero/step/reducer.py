@@ -164,8 +164,7 @@ class GradientReducer:
         if extensions.deliver and any(present for _, present in arrived):
             parts = [(each.unit, partial(self._add_parts, [(each, p)])) for each, p in arrived]
             return extensions.deliver[0](self._delivery, parts)
-        hooked = self._add_parts(arrived)
-        if hooked:
+        if hooked := self._add_parts(arrived):
             self._delivery.run_hooks(hooked)
 
     def undelivered(self) -> list[Reduction]:

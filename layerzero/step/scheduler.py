@@ -238,18 +238,19 @@ class UnshardScheduler:
         can differ between ranks (unused parameters); a visit that gathers cannot, because gathering
         is collective. So ranks record, predict and prefetch alike.
         """
-        for before_use in self._context.extensions.before_use:
-            before_use(unit)
         if self.last is unit:
             # Its use begins again; `free_after_forward` or `free_in_backward` decides again.
             self.last = None
             unit.end_hold(_LAST)
         if unit.state is not SHARDED:
             for handle in unit.handles:
-                # Written after it was gathered: inside this forward, or where no copy was made.
-                if (not in_backward or handle.is_main_memory) and handle.is_stale:
+                if handle.is_main_memory and handle.is_stale:
+                    handle.note_gathered(handle.versions)
+                elif not in_backward and handle.is_stale:  # Written inside this forward.
                     unit.reshard()
                     break
+        for before_use in self._context.extensions.before_use:
+            before_use(unit)
         # GATHERING counts as a visit: a correct prefetch must not drop the unit from the order.
         if unit.state is not UNSHARDED:
             if not unit.is_optional:

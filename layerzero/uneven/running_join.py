@@ -94,7 +94,7 @@ class Follower(Agreement, Extension):
         """Units, by index, whose gradients are means over the ranks that had one."""
 
     def before_use(self, unit: Unit) -> None:
-        if unit.state is ShardState.SHARDED or (unit.is_stale and not self._context.in_backward):
+        if unit.state is ShardState.SHARDED:
             self._request(2 * unit.index)
             self._take_part(2 * unit.index, is_used=True)
 

@@ -37,7 +37,13 @@ def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle |
         root.before_call("unshard")
     root.backward.clear_abandoned()
     root.context.note_weights()
-    if unit.is_stale:
+    if unit.is_optional and not root.is_in_pass:
+        from layerzero.optional.optional_units import gather_with_others
+
+        for each in unit.handles:  # Which ranks have it, and have read it, may differ.
+            each.mark_stale()
+        gather_with_others(unit, is_used=True)
+    elif unit.is_stale:
         unit.reshard()
     keep(unit)
     root.context.wait_for_uploads()

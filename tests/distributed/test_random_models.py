@@ -280,6 +280,10 @@ def _train_apart(seed: int, group: str) -> None:
     [
         (2, range(600, 604), "named"),
         (3, range(700, 702), "named"),
+        # A unit unshard() between micro-batches, amid others; backwards inside a forward; a graph
+        # that holds units; what is recomputed after its backward.
+        (2, range(6060, 6061), "named"),
+        *((3, range(seed, seed + 1), "named") for seed in (302, 7044, 7048, 7114)),
         (2, range(800, 801), "plain"),
         pytest.param(2, range(900, 902), "device", marks=pytest.mark.slow),
     ],

@@ -211,11 +211,13 @@ def random_model(seed: int, dtype: torch.dtype, is_entered: bool = False) -> nn.
                 part.way = "residual"
         model[-1].way = "entered"
         model.append(nn.Linear(WIDTH, WIDTH))
-    ways = ("recomputed", "entered")
-    for part in (part for part in model.modules() if getattr(part, "way", "") in ways):
-        for inner in part.modules():
+    for part in model.modules():
+        ways = [getattr(inner, "way", "") for inner in part.modules()]
+        for inner in part.modules() if ways[0] in ("recomputed", "entered") else ():
             if getattr(inner, "way", "") == "slope":
                 inner.way = "hooked"  # See migrating.md.
+        if ways[0] == "slope" and "entered" in ways:  # See optional_modules.md.
+            part.way = "hooked"
     if seed % 2:
         _hook(rng, model)
         for part in linears if rng.random() < 0.3 else ():

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_371,
+    "": 37_397,
     "flat": 2_214,
     "step": 3_580,
     "comm": 1_352,
