@@ -65,10 +65,7 @@ def _noted() -> Iterator[Addresses]:
         gradients = reduction.handle.gradients
         found["input", reduction.unit.fqn, len(found)] = gradients.buffer.data_ptr()
 
-    with (
-        observed(Unit, "show_unsharded", after=shown),
-        observed(Reduction, "_start_hops", sends),
-    ):
+    with observed(Unit, "show_unsharded", after=shown), observed(Reduction, "_start_hops", sends):
         yield found
 
 

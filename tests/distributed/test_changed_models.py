@@ -80,10 +80,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: setattr(model, "head", nn.Linear(WIDTH, 4)),
         "added head.bias; replaced head.weight",
     ),
-    "an item deleted": (
-        lambda model: model.blocks.__delitem__(2),
-        "removed blocks.2.up.weight",
-    ),
+    "an item deleted": (lambda model: model.blocks.__delitem__(2), "removed blocks.2.up.weight"),
     "adapters": (_adapt, "added .*blocks.1.up.down.weight.*removed blocks.1.up.weight"),
     "a parameter tied": (_tie, "replaced blocks.0.up.weight"),
     "a module that takes over": (_take_over, "replaced stem.weight, stem.bias"),

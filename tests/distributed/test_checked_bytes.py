@@ -179,10 +179,7 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
     "plain": ({}, _ADAMW),
     "bf16": ({"mixed_precision": BF16}, _SGD),
     "bf16 on the wire": ({"mixed_precision": LOW, "deterministic": True}, _NATIVE),
-    "8-bit": (
-        {"reduction": ReductionPolicy(in_flight="1GB")},
-        _IN_8_BITS,
-    ),
+    "8-bit": ({"reduction": ReductionPolicy(in_flight="1GB")}, _IN_8_BITS),
     "offload": ({"offload": OffloadPolicy(params=True, grads=True)}, _ADAMW),
     "step in backward": ({"step_in_backward": True}, _ADAMW),
 }
@@ -190,10 +187,7 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
     "zero1": ({"zero3_size": 2, "mixed_precision": BF16}, _ADAMW),
     "replicate": ({"zero3_size": 2, "outer": "replicate"}, _ADAMW),
     "shard": ({"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"}, _SGD),
-    "zero1, in order": (
-        {"zero3_size": 2, "deterministic": True},
-        _IN_BF16,
-    ),
+    "zero1, in order": ({"zero3_size": 2, "deterministic": True}, _IN_BF16),
     "lanes": ({"zero3_size": 2, "reduction": ReductionPolicy(separate_groups=True)}, _WHOLE),
 }
 
@@ -407,10 +401,7 @@ SETTINGS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{"auto_wrap_policy": {Block}}, {"auto_wrap_policy": {nn.Linear}}],
     3: [{}],
-    4: [
-        {"zero3_size": 2, "auto_wrap_policy": {Block}},
-        {"zero3_size": 2, "outer": "replicate"},
-    ],
+    4: [{"zero3_size": 2, "auto_wrap_policy": {Block}}, {"zero3_size": 2, "outer": "replicate"}],
 }
 """By number of ranks."""
 

@@ -325,11 +325,7 @@ def test_forward_gathers_ahead_once_the_order_is_known() -> None:
 def test_backward_gathers_ahead_and_before_the_reduction_that_it_need_not_wait_for() -> None:
     for mode, uses, expected in (
         (None, "u4 g3 u3 g2 u2 g1 u1 g0 u0", "r4 g3 r3 g2 r2 g1 r1 g0 r0"),
-        (
-            BackwardPrefetch.BACKWARD_PRE,
-            "g3 u4 g2 u3 g1 u2 g0 u1 u0",
-            "g3 r4 g2 r3 g1 r2 g0 r1 r0",
-        ),
+        (BackwardPrefetch.BACKWARD_PRE, "g3 u4 g2 u3 g1 u2 g0 u1 u0", "g3 r4 g2 r3 g1 r2 g0 r1 r0"),
         (
             BackwardPrefetch.BACKWARD_POST,
             "u4 g3 u3 g2 u2 g1 u1 g0 u0",

@@ -20,20 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import layerzero
-from layerzero import (
-    BackwardPrefetch,
-    MixedPrecision,
-    OffloadPolicy,
-    ReductionPolicy,
-    ZeRO3,
-)
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.verify import same_plan
 from layerzero.verify.start_values import device_digest, digest
-from tests.harness.checks import (
-    assert_same_on_all_ranks,
-    assert_same_parameters,
-    error_in_time,
-)
+from tests.harness.checks import assert_same_on_all_ranks, assert_same_parameters, error_in_time
 from tests.harness.compare import (
     assert_same_values,
     assert_trains_alike,

@@ -17,21 +17,8 @@ from layerzero import OffloadPolicy, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import assert_bitwise, named
-from tests.harness.compare import (
-    assert_same_values,
-    assert_trains_alike,
-    trained_alike,
-    zero3,
-)
-from tests.harness.models import (
-    WIDTH,
-    Block,
-    FrozenParts,
-    Mlp,
-    TiedInUnit,
-    UnusedParts,
-    loss_of,
-)
+from tests.harness.compare import assert_same_values, assert_trains_alike, trained_alike, zero3
+from tests.harness.models import WIDTH, Block, FrozenParts, Mlp, TiedInUnit, UnusedParts, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,

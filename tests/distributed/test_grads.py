@@ -26,15 +26,7 @@ from tests.harness.compare import (
     trained_alike,
     zero3,
 )
-from tests.harness.models import (
-    CASES,
-    WIDTH,
-    Block,
-    Mlp,
-    TiedAcrossUnits,
-    Transformer,
-    tensors_of,
-)
+from tests.harness.models import CASES, WIDTH, Block, Mlp, TiedAcrossUnits, Transformer, tensors_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, gradient_nbytes, recorded_operations
 from tests.harness.reference import (

@@ -60,13 +60,7 @@ class Run(NamedTuple):
     device: SimulatedDevice
 
 
-def run(
-    program: Program,
-    by: str,
-    steps: int,
-    group: Any,
-    **settings: Any,
-) -> Run:
+def run(program: Program, by: str, steps: int, group: Any, **settings: Any) -> Run:
     """`by`: "capture" captures steps, "graph" has the program make graphs, "" neither."""
     captured: list[CapturedStep | OwnGraph] = []
 

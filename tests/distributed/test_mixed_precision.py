@@ -20,15 +20,7 @@ import layerzero
 from layerzero import MixedPrecision, ZeRO3
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import assert_trains_alike, trained_alike, zero3
-from tests.harness.models import (
-    CASES,
-    WIDTH,
-    Block,
-    Mlp,
-    Transformer,
-    TransformerBlock,
-    loss_of,
-)
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Transformer, TransformerBlock, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (

@@ -23,11 +23,7 @@ from torch.distributed.pipelining import (
 
 from layerzero import ZeRO3
 from layerzero.parallel import ZeRO3PipelineStage, clip_grad_norm_, gather_as_scheduled
-from tests.harness.checks import (
-    assert_close_in_float64,
-    assert_same_on_all_ranks,
-    named,
-)
+from tests.harness.checks import assert_close_in_float64, assert_same_on_all_ranks, named
 from tests.harness.internals import inner_units
 from tests.harness.models import WIDTH, Block
 from tests.harness.random_models import WIDTH as INNER_WIDTH

@@ -27,13 +27,7 @@ from layerzero.state_dict import full_tensors
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import linears
 from tests.harness.internals import inner_units
-from tests.harness.models import (
-    WIDTH,
-    Block,
-    FrozenParts,
-    Mlp,
-    loss_of,
-)
+from tests.harness.models import WIDTH, Block, FrozenParts, Mlp, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import observed, recorded_operations
 from tests.harness.saved_models import OPTIMIZERS, State, assert_same, build, everything, train

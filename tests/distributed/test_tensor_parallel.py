@@ -112,10 +112,7 @@ def grid(num_data: int) -> DeviceMesh:
 
 
 def wrapped(
-    mesh: DeviceMesh,
-    in_sequence: bool = True,
-    build: Callable[[], Llama] = Llama,
-    **options: Any,
+    mesh: DeviceMesh, in_sequence: bool = True, build: Callable[[], Llama] = Llama, **options: Any
 ) -> ZeRO3:
     model = parallelize(seeded(build), mesh["tp"], in_sequence)
     options.setdefault("auto_wrap_policy", {DecoderLayer})

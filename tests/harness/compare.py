@@ -255,10 +255,7 @@ def _bits(model: nn.Module) -> bytes:
 
 
 def assert_same_gradients(
-    model: nn.Module,
-    reference: nn.Module,
-    terms: Terms | None = None,
-    what: str = "gradient of",
+    model: nn.Module, reference: nn.Module, terms: Terms | None = None, what: str = "gradient of"
 ) -> None:
     """This rank's parts. None where the reference has None, or a micro-batch waits for others.
 

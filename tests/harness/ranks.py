@@ -179,10 +179,7 @@ class Ranks:
     """One group of ranks, which calls one function after another; closed when one failed."""
 
     def __init__(
-        self,
-        world_size: int,
-        timeout: float = 60.0,
-        expect_exit: Mapping[int, int] | None = None,
+        self, world_size: int, timeout: float = 60.0, expect_exit: Mapping[int, int] | None = None
     ) -> None:
         self.closed = False
         self._what = "nothing"  # which function was called last

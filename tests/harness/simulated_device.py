@@ -248,11 +248,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @contextmanager
     def graph(
-        self,
-        graph: Graph,
-        pool: object = None,
-        stream: Stream | None = None,
-        **_: object,
+        self, graph: Graph, pool: object = None, stream: Stream | None = None, **_: object
     ) -> Iterator[None]:
         """As torch's: without a stream, on one of its own."""
         current = self._stream

@@ -23,11 +23,7 @@ from tests.harness.compare import Shared, assert_trains_alike
 from tests.harness.models import CASES, Mlp, loss_of
 from tests.harness.processes import call_alone
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
-from tests.harness.reference import (
-    batches_of,
-    in_turn,
-    seeded,
-)
+from tests.harness.reference import batches_of, in_turn, seeded
 
 
 def _who_am_i(offset: int) -> tuple[int, int, int]:
