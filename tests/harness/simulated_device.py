@@ -50,7 +50,7 @@ from tests.harness.internals import (
 )
 from tests.harness.recording import observed
 from tests.harness.simulated_graphs import Graph
-from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name
+from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, place_of
 from tests.harness.simulated_streams import Clock, Event, Host, HostStream, Stream
 
 __all__ = ["Event", "HostWait", "SimulatedDevice", "Stream", "simulated_device"]
@@ -122,7 +122,7 @@ def _engine_function() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "watch/events.py")):
-            return qualified_name(frame.f_code)
+            return place_of(frame.f_code)
         frame = frame.f_back
     return ""
 
