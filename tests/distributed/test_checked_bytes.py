@@ -24,7 +24,7 @@ from tests.distributed import test_experts as experts
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.checks import named
 from tests.harness.internals import Pending, RuntimeContext, ShardGroup, messages
-from tests.harness.models import Block
+from tests.harness.models import Block, Parts
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import observed
@@ -361,22 +361,17 @@ OPTIMIZERS: dict[str, Callable[[ZeRO3], torch.optim.Optimizer]] = {
 }
 
 
-class _Odd(nn.Module):
-    """With a scalar, an empty parameter, float64, a frozen one and one that is not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.wide = nn.Parameter(torch.randn(7, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.ignored = nn.Parameter(torch.randn(5))
-
-
 def _odd_model(**given: Any) -> ZeRO3:
+    """With a scalar, an empty parameter, float64, a frozen one and one that is not sharded."""
     torch.manual_seed(0)
-    module = _Odd()
+    module = Parts(
+        blocks=nn.Sequential(Block(), Block()),
+        scale=nn.Parameter(torch.tensor(1.5)),
+        nothing=nn.Parameter(torch.empty(0, 3)),
+        wide=nn.Parameter(torch.randn(7, dtype=torch.float64)),
+        frozen=nn.Parameter(torch.randn(3), requires_grad=False),
+        ignored=nn.Parameter(torch.randn(5)),
+    )
     return ZeRO3(module, ignored_parameters=[module.ignored], **given)
 
 

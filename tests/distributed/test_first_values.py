@@ -26,7 +26,7 @@ from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint, fully_sh
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_gradients, full_parameters, on_meta, seeded
 
@@ -169,24 +169,20 @@ def test_modules_are_emptied_one_after_the_other_and_drawn_in_between_or_later()
         assert_bitwise(model(_tokens()), expected(_tokens()), f"{way}, {later}")
 
 
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """As torchtune's layers: a table is written, and each adapter inside is emptied and drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(SIZE, SIZE)
-        self.adapters = nn.ModuleList(nn.Linear(SIZE, 1, bias=False) for _ in range(3))
-        self.register_buffer("table", torch.arange(float(SIZE)), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x) + self.table
-        return torch.stack([adapter(y) for adapter in self.adapters])
+    return Parts(
+        lambda own, x: torch.stack([each(own.base(x) + own.table) for each in own.adapters]),
+        base=nn.Linear(SIZE, SIZE),
+        adapters=nn.ModuleList(nn.Linear(SIZE, 1, bias=False) for _ in range(3)),
+        table=nn.Buffer(torch.arange(float(SIZE)), persistent=False),
+    )
 
 
 @on_ranks(2)
 def test_a_module_that_is_emptied_again_has_no_value() -> None:
     for find in (lambda model: model.adapters[1], lambda model: model.adapters):
-        model: Any = fully_shard(on_meta(Adapted)).to_empty(device="cpu")
+        model: Any = fully_shard(on_meta(adapted)).to_empty(device="cpu")
         model.table = torch.arange(float(SIZE))
         for part in (model.base, *model.adapters):
             part.reset_parameters()

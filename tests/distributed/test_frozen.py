@@ -18,7 +18,7 @@ from layerzero.checkpoint import get_model_state_dict
 from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import assert_same_values, assert_trains_alike, trained_alike, zero3
-from tests.harness.models import WIDTH, Block, FrozenParts, Mlp, TiedInUnit, UnusedParts, loss_of
+from tests.harness.models import WIDTH, Block, Mlp, TiedInUnit, UnusedParts, frozen_parts, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -165,7 +165,7 @@ _SETTINGS: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
     (Mlp, {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": False}),
     (Mlp, {"zero3_size": 1, "outer": "replicate"}),
     (Mlp, {"offload": OffloadPolicy(params=True, grads=True)}),
-    (FrozenParts, {}),
+    (frozen_parts, {}),
     (UnusedParts, {}),
     (TiedInUnit, {}),
 )

@@ -18,7 +18,7 @@ import layerzero
 from layerzero import MixedPrecision, MixedPrecisionPolicy, ZeRO3, notices
 from tests.harness.checks import assert_same_parameters, recorded_warnings
 from tests.harness.compare import trained_alike, zero3
-from tests.harness.models import WIDTH, Block, Mlp, Transformer
+from tests.harness.models import WIDTH, Block, Mlp, Parts, Transformer
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import after_an_evaluation, full_gradients, on_meta, own_batch, seeded
 
@@ -82,21 +82,14 @@ def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _acts_later()
 
 
-class _Replaces(nn.Module):
-    """Replaces a parameter of a unit before it calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.block.up.weight = nn.Parameter(torch.zeros_like(self.block.up.weight))
-        return self.block(x)
+def _replaces(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    own.block.up.weight = nn.Parameter(torch.zeros_like(own.block.up.weight))
+    return own.block(x)
 
 
 @on_ranks(2)
 def test_a_forward_that_replaces_a_parameter_of_a_unit_that_it_calls_is_refused() -> None:
-    model = zero3(_Replaces, Block)
+    model = zero3(lambda: Parts(_replaces, block=Block()), Block)
     before = [*model.parameters()]
     for use in (model, torch.no_grad()(model)):
         with pytest.raises(RuntimeError, match=r"the forward replaced 'block.up.weight'"):

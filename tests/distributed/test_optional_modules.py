@@ -25,7 +25,7 @@ from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from tests.harness.checks import assert_close_in_float64, error_in_time, named
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import desync, inner_units, root_state
-from tests.harness.models import WIDTH, Block, Routed, loss_of
+from tests.harness.models import WIDTH, Block, Parts, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import counted_exchanges, recorded_operations, regions_of
@@ -388,13 +388,10 @@ class Tower(nn.Module):
         self.act = nn.Tanh()
 
 
-class Towers(nn.Module):
+class Towers(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.vision = Tower()
-        self.audio = Tower(1)
-        self.trunk = Block()
-        self.head = nn.Linear(WIDTH, 3)
+        towers = {"vision": Tower(), "audio": Tower(1)}
+        super().__init__(**towers, trunk=Block(), head=nn.Linear(WIDTH, 3))
 
 
 UNITS = {"auto_wrap_policy": {Tower, Block}}

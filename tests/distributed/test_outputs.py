@@ -19,6 +19,7 @@ from tests.harness.models import (
     WIDTH,
     Block,
     Mlp,
+    Parts,
     StructuredBlock,
     StructuredOutputs,
     tensors_of,
@@ -226,21 +227,18 @@ class Streaming(nn.Module):
         return x
 
 
-class Consumer(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.stream = Streaming(kind)
-        self.between = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((self.between(part) for part in self.stream(x)), torch.zeros(()))
+def _consume(own: nn.Module, x: Tensor) -> Tensor:
+    return sum((own.between(part) for part in own.stream(x)), torch.zeros(()))
 
 
 @on_ranks(2)
 def test_generators_are_outputs() -> None:
     for kind in ("map", "islice", "generator"):
         for units in ((Streaming, Block), (Streaming,), (Block,), ()):
-            trained_alike(partial(Consumer, kind), *units)
+            build = partial(
+                lambda kind: Parts(_consume, stream=Streaming(kind), between=Block()), kind
+            )
+            trained_alike(build, *units)
 
     run = backward_of(lambda model, batch: sum(part.square().mean() for part in model(batch)))
     trained_alike(partial(Streaming, "generator"), Block, run=run)

@@ -28,7 +28,7 @@ from tests.harness.compare import (
     zero3,
 )
 from tests.harness.internals import inner_units
-from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import observed, recorded_operations
 from tests.harness.reference import (
@@ -484,15 +484,10 @@ def test_weights_assigned_amid_a_step_are_noticed_by_a_rank_without_any_of_them(
         assert_bitwise(own, expected, "output")
 
 
-class _TwoHeads(nn.Module):
+def _two_heads() -> nn.Module:
     """Both heads are parameters of one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.critic = Block(), Block()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(x).square().mean(), self.critic(x).square().mean()
+    heads = {"actor": Block(), "critic": Block()}
+    return Parts(lambda own, x: [each(x).square().mean() for each in own.children()], **heads)
 
 
 def _steps_between_two_backwards(
@@ -546,7 +541,7 @@ def test_a_graph_goes_backward_after_other_weights_of_its_unit_were_written() ->
         (partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD, lr=0.1), sgd),
     ):
         for options in ({}, {"zero3_size": 1}):
-            ours, plain = zero3(_TwoHeads, **options), seeded(_TwoHeads)
+            ours, plain = zero3(_two_heads, **options), seeded(_two_heads)
             _steps_between_two_backwards(ours, build, batch)
             _steps_between_two_backwards(plain, plain_build, batch)
             if build is not native or HAS_FMA:

@@ -6,6 +6,7 @@ what a sweep needs to know.
 """
 
 import dataclasses
+import functools
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping
@@ -66,6 +67,22 @@ class Mlp(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Parts(nn.Module):
+    """Modules, parameters and others by name. Its forward is `run(self, ...)`; without one, the
+    modules run in order."""
+
+    def __init__(self, run: Callable[..., Any] | None = None, **parts: Any) -> None:
+        super().__init__()
+        self._run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not None:
+            return self._run(self, *args, **kwargs)
+        return functools.reduce(lambda x, part: part(x), self._modules.values(), *args)
 
 
 class TransformerBlock(nn.Module):
@@ -142,17 +159,13 @@ class Transformer(nn.Module):
         return self.head(self.hidden(tokens))
 
 
-class TiedBlock(nn.Module):
+class TiedBlock(Parts):
     """Two layers of one block share their weight."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        second.weight = first.weight
+        super().__init__(first=first, act=nn.Tanh(), second=second)
 
 
 class Stack(nn.Module):
@@ -179,17 +192,10 @@ class TiedAcrossUnits(Stack):
         self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
-class SharedModule(nn.Module):
+def shared_module() -> nn.Module:
     """One module under two names, used under both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = Block()
-        self.middle = Block()
-        self.other = self.one
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.middle(self.one(x)))
+    one = Block()
+    return Parts(one=one, middle=Block(), other=one)
 
 
 class RepeatedModule(nn.Module):
@@ -234,18 +240,14 @@ class Adapter(nn.Module):
         return x + torch.tanh(self.base(x) + self.high(self.low(x)))
 
 
-class FrozenParts(nn.Module):
+def frozen_parts() -> nn.Module:
     """A frozen unit at the start, one amid trainable ones, and units that are half frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Block().requires_grad_(False)
-        self.adapters = nn.Sequential(Adapter(), Adapter())
-        self.middle = Block().requires_grad_(False)
-        self.head = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.middle(self.adapters(self.encoder(x))))
+    return Parts(
+        encoder=Block().requires_grad_(False),
+        adapters=nn.Sequential(Adapter(), Adapter()),
+        middle=Block().requires_grad_(False),
+        head=Block(),
+    )
 
 
 class MixedDtypeBlock(nn.Module):
@@ -327,19 +329,14 @@ class Branches(nn.Module):
         return x
 
 
-class NoParameters(nn.Module):
+def no_parameters() -> nn.Module:
     """Units without a parameter of their own, and a buffer."""
-
-    offset: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.activation = nn.Sequential(nn.Tanh(), nn.Dropout(0.0))
-        self.register_buffer("offset", torch.full((WIDTH,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.block(x)) + self.offset
+    return Parts(
+        lambda own, x: own.activation(own.block(x)) + own.offset,
+        block=Block(),
+        activation=nn.Sequential(nn.Tanh(), nn.Dropout(0.0)),
+        offset=nn.Buffer(torch.full((WIDTH,), 0.5)),
+    )
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -427,14 +424,14 @@ _CASES = (
     Case("transformer_untied", lambda: Transformer(tied=False), (TransformerBlock,), tokens),
     Case("tied_in_unit", TiedInUnit, (TiedBlock,), rows),
     Case("tied_across_units", TiedAcrossUnits, (Block,), rows),
-    Case("shared_module", SharedModule, (Block,), rows),
+    Case("shared_module", shared_module, (Block,), rows),
     Case("repeated_module", RepeatedModule, (Block,), rows),
-    Case("frozen_parts", FrozenParts, (Block, Adapter), rows),
+    Case("frozen_parts", frozen_parts, (Block, Adapter), rows),
     Case("mixed_dtypes", MixedDtypes, (MixedDtypeBlock,), rows),
     Case("odd_shapes", OddShapes, (OddShapesBlock,), rows),
     Case("unused_parts", UnusedParts, (Block,), rows),
     Case("branches", Branches, (Block,), path_and_rows),
-    Case("no_parameters", NoParameters, (Block, nn.Sequential), rows),
+    Case("no_parameters", no_parameters, (Block, nn.Sequential), rows),
     *(_structured(kind) for kind in OUTPUT_KINDS),
 )
 CASES = {case.name: case for case in _CASES}

@@ -46,15 +46,10 @@ class Adapted(nn.Module):
         return self.tower.head(x)
 
 
-class Repeated(nn.Module):
+def _repeated() -> nn.Module:
     """One block, called three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(96, 192), nn.Linear(96, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.block(self.block(x))))
+    block = Block(96, 192)
+    return nn.Sequential(block, block, block, nn.Linear(96, 7))
 
 
 class Structured(nn.Module):
@@ -101,7 +96,7 @@ CASES: dict[str, Case] = {
     "long gpt": _gpt(255),
     "tied gpt": _gpt(32, tied=True),
     "adapted": Case(Adapted, {Block}, _rows(16)),
-    "repeated": Case(Repeated, {Block}, _rows(64)),
+    "repeated": Case(_repeated, {Block}, _rows(64)),
     "structured": Case(
         Structured,
         {Block},
