@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.engines import TransformerBlock
+
 WIDTH = 5
 
 
@@ -85,42 +87,8 @@ class Parts(nn.Module):
         return functools.reduce(lambda x, part: part(x), self._modules.values(), *args)
 
 
-class TransformerBlock(nn.Module):
-    """RMSNorm, rotary causal attention, SwiGLU."""
-
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
-        )
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    cos, sin = rotation[:, : x.shape[-2]].to(x.dtype)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
-
-
 class Transformer(nn.Module):
     """Decoder over `vocab` symbols; takes [batch, length + 1] integers, returns the loss."""
-
-    rotation: Tensor
 
     def __init__(
         self,
@@ -129,7 +97,6 @@ class Transformer(nn.Module):
         heads: int = 2,
         layers: int = 3,
         hidden: int = 40,
-        max_length: int = 32,
         tied: bool = True,
     ) -> None:
         super().__init__()
@@ -140,11 +107,6 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embed.weight, std=1 / math.sqrt(width))
         if tied:
             self.head.weight = self.embed.weight
-        half = width // heads // 2
-        angles = torch.outer(torch.arange(max_length), 1e4 ** (-torch.arange(half) / half))
-        self.register_buffer(
-            "rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False
-        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -152,7 +114,7 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x, self.rotation)
+            x = layer(x)
         return self.norm(x)
 
     def logits(self, tokens: Tensor) -> Tensor:

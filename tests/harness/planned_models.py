@@ -80,7 +80,7 @@ def _gpt(length: int, tied: bool = False) -> Case:
     """Of two sequences, on which a model returns its loss."""
 
     def make() -> nn.Module:
-        return Transformer(199, 64, heads=4, hidden=256, max_length=length, tied=tied)
+        return Transformer(199, 64, heads=4, hidden=256, tied=tied)
 
     return Case(make, {TransformerBlock}, lambda: ((torch.randint(0, 199, (2, length + 1)),), {}))
 
