@@ -3,10 +3,8 @@
     python -m tests.golden build/golden.json                  # at the commit before a change
     python -m tests.golden --against build/golden.json        # at the commit after it
 
-For changes that move code and are not meant to change numbers. Runs train toy models on gloo ranks,
-in the ways and settings of the simulated device's tests (harness/stream_uses.py), too; of each
-`step_signature` covers all weights, and optimizer state. Bits depend on the processor and on torch:
-compare on one machine.
+For changes that move code and are not meant to change numbers. Of each run `step_signature` covers
+all weights, and optimizer state. Bits depend on the processor and on torch.
 """
 
 import argparse

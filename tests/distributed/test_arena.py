@@ -1,7 +1,5 @@
 """`ZeRO3(arena=True)`: the same bits, addresses that stay, and hardly more memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -1,19 +1,8 @@
 """A device with streams, simulated on CPU, that finds accesses which no wait puts in order.
 
-The engine runs its code for devices: streams are side streams, collectives are queued, the host
-does not wait. Every operation really runs at once, on CPU, so results are right; beside that, each
-access of memory is noted with a vector clock of its stream (simulated_streams.py), and checked
-(simulated_memory.py).
-
-The host is in the picture too. Memory that `HostMemory` gave out, what Python numbers became
-(`torch.tensor`), and what is computed from these, is the host's; operations on it alone run on the
-host at once, and must come after every access that a stream has of it. What blocks the host until
-the device has come to it is listed.
-
-All other memory is that of one device, and its index is not that of the host's current device: what
-forgets to name the model's device gets streams of another.
-
-docs/internals/streams.md says what it models and what it cannot see.
+Every operation really runs at once, on CPU, so results are right; beside that, each access of
+memory is noted with a vector clock of its stream (simulated_streams.py), and checked
+(simulated_memory.py). docs/internals/streams.md says what it models and what it cannot see.
 """
 
 from __future__ import annotations
