@@ -190,22 +190,18 @@ def test_another_backward_may_follow_a_failed_one() -> None:
     assert_same_gradients(model, clean)
 
 
-class Net(nn.Module):
+def net_of(reentrant: bool) -> nn.Module:
     """Blocks, the last of which is recomputed, a tied pair of layers, and the loss: outside of the
     model it would be in no pass, and an exception there unknown to the engine."""
 
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.head.weight = self.stem.weight
-        self._reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](self.stem(x)))
-        x = self.head(checkpoint(self.blocks[2], x, use_reentrant=self._reentrant))
+    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+        x = own.blocks[1](own.blocks[0](own.stem(x)))
+        x = own.head(checkpoint(own.blocks[2], x, use_reentrant=reentrant))
         return x.float().square().sum()
+
+    stem, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    head.weight = stem.weight
+    return Parts(run, stem=stem, blocks=nn.ModuleList(Block() for _ in range(3)), head=head)
 
 
 Settings = dict[str, Any]
@@ -226,7 +222,7 @@ SETTINGS: list[Settings] = [
 
 def build(settings: Settings, reentrant: bool = False) -> tuple[ZeRO3, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net, arguments = Net(reentrant), dict(settings)
+    net, arguments = net_of(reentrant), dict(settings)
     if arguments.pop("optional_modules", None):
         arguments["optional_modules"] = [net.blocks[0]]
     model = ZeRO3(net, auto_wrap_policy={Block}, **arguments)

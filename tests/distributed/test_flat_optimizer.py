@@ -22,7 +22,7 @@ from layerzero.state_dict.parameter_shard import ParameterShard
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_norm_of_gradients, assert_same_values, zero3
 from tests.harness.internals import get_info
-from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts, UnusedParts
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts, unused_parts
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward, own_batch, seeded
 
@@ -71,7 +71,7 @@ def _odd() -> ZeRO3:
     """Parts that are unused, empty, and not sharded."""
     run = lambda own, x: own.head(own.parts(x).float()) + own.none.sum()  # noqa: E731
     none = nn.Parameter(torch.ones(0, 4))
-    module = seeded(lambda: Parts(run, parts=UnusedParts(), head=nn.Linear(WIDTH, 3), none=none))
+    module = seeded(lambda: Parts(run, parts=unused_parts(), head=nn.Linear(WIDTH, 3), none=none))
     return ZeRO3(module, auto_wrap_policy={Block}, ignored_modules=[module.head], **_BF16)
 
 

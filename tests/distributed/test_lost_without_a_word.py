@@ -237,28 +237,25 @@ def test_equal_numbers_drawn_for_unequal_parts_warn_once() -> None:
                 assert "begin with the same numbers" in text and "summon_full_params" in text
 
 
-class Regular(nn.Module):
+def regular() -> nn.Module:
     """Values that a program has on purpose: copies, equal rows, and rows that rise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        expert = torch.randn(24, 24)
-        self.fused = nn.Parameter(expert.repeat(8, 1, 1))
-        self.experts = nn.ParameterList(expert.clone() for _ in range(5))
-        self.steps = nn.Parameter(torch.arange(24.0).repeat(24, 1))
-        self.ramp = nn.Parameter(torch.linspace(0, 1, 576).view(24, 24))
-        eight_bits = expert.to(torch.float8_e4m3fn)  # In which torch draws nothing.
-        self.frozen = nn.Parameter(eight_bits, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.fused.mean(0) + sum(self.experts) + self.steps + self.ramp)
+    expert = torch.randn(24, 24)
+    eight_bits = expert.to(torch.float8_e4m3fn)  # In which torch draws nothing.
+    return Parts(
+        lambda own, x: x @ (own.fused.mean(0) + sum(own.experts) + own.steps + own.ramp),
+        fused=nn.Parameter(expert.repeat(8, 1, 1)),
+        experts=nn.ParameterList(expert.clone() for _ in range(5)),
+        steps=nn.Parameter(torch.arange(24.0).repeat(24, 1)),
+        ramp=nn.Parameter(torch.linspace(0, 1, 576).view(24, 24)),
+        frozen=nn.Parameter(eight_bits, requires_grad=False),
+    )
 
 
 def _drawn_into_shards(
     how: str, is_reversed: bool = False, dtype: torch.dtype | None = None
 ) -> list[str]:
     """Warnings of the first training forward: meta device, shard, values, without `to_empty`."""
-    build = Regular if how == "regular" else lambda: Transformer(tied=False)
+    build = regular if how == "regular" else lambda: Transformer(tied=False)
     full = seeded(build).state_dict()
     model = on_meta(build)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

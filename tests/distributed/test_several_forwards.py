@@ -379,14 +379,11 @@ class ReadsNumbers(Block):
         return super().forward(x) * float(self.seen[0, 0] == self.up.weight[0, 0])
 
 
-class Top(nn.Module):
-    def __init__(self, build: type[Block]) -> None:
-        super().__init__()
-        self.first, self.second = build(), Block()
+def top(build: type[Block]) -> nn.Module:
+    def run(own: Any, x: Tensor) -> Tensor:
+        return own.second(own.first(MappingProxyType({"x": x}) if build is Maps else x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        is_map = isinstance(self.first, Maps)
-        return self.second(self.first(MappingProxyType({"x": x}) if is_map else x))
+    return Parts(run, first=build(), second=Block())
 
 
 @on_ranks(2)
@@ -395,12 +392,12 @@ def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
     for build in (OwnHook, EnablesGrad, Maps, ReadsNumbers):
         for options in ({}, {"zero3_size": 1}):
             given = {"batches": steps, "run": after_an_evaluation, **options}
-            trained_alike(partial(Top, build), Block, **given)
+            trained_alike(partial(top, build), Block, **given)
     # Where the full buffer is a copy in another dtype that lives for a step.
     losses = []
     for build in (Block, ReadsNumbers):
         wide = MixedPrecision(param_dtype=torch.float64)
-        model = zero3(partial(Top, build), Block, zero3_size=1, mixed_precision=wide)
+        model = zero3(partial(top, build), Block, zero3_size=1, mixed_precision=wide)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses += train_rank(model, optimizer, steps, dist.get_rank())
     assert losses[: len(steps)] == losses[len(steps) :]

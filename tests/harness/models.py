@@ -160,18 +160,15 @@ def shared_module() -> nn.Module:
     return Parts(one=one, middle=Block(), other=one)
 
 
-class RepeatedModule(nn.Module):
+def repeated_module() -> nn.Module:
     """One block called several times in a forward, with another one between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.between = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(own: Any, x: Tensor) -> Tensor:
         for _ in range(3):
-            x = self.between(self.block(x))
-        return self.block(x)
+            x = own.between(own.block(x))
+        return own.block(x)
+
+    return Parts(run, block=Block(), between=Block())
 
 
 class Routed(nn.Module):
@@ -257,22 +254,17 @@ class OddShapes(Stack):
         return super().forward(x) + self.shift
 
 
-class UnusedParts(nn.Module):
+def unused_parts() -> nn.Module:
     """A block that never runs, a layer that never runs in a block that does, a lost output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.unused = Block()
-        self.half_used = Block()
-        self.half_used.never = nn.Linear(WIDTH, WIDTH)
-        self.lost = Block()
-        self.last = Block()
+    def run(own: Any, x: Tensor) -> Tensor:
+        x = own.half_used(own.first(x))
+        own.lost(x)
+        return own.last(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.half_used(self.first(x))
-        self.lost(x)
-        return self.last(x)
+    parts = {each: Block() for each in ("first", "unused", "half_used", "lost", "last")}
+    parts["half_used"].never = nn.Linear(WIDTH, WIDTH)
+    return Parts(run, **parts)
 
 
 class Branches(nn.Module):
@@ -387,11 +379,11 @@ _CASES = (
     Case("tied_in_unit", TiedInUnit, (TiedBlock,), rows),
     Case("tied_across_units", TiedAcrossUnits, (Block,), rows),
     Case("shared_module", shared_module, (Block,), rows),
-    Case("repeated_module", RepeatedModule, (Block,), rows),
+    Case("repeated_module", repeated_module, (Block,), rows),
     Case("frozen_parts", frozen_parts, (Block, Adapter), rows),
     Case("mixed_dtypes", MixedDtypes, (MixedDtypeBlock,), rows),
     Case("odd_shapes", OddShapes, (OddShapesBlock,), rows),
-    Case("unused_parts", UnusedParts, (Block,), rows),
+    Case("unused_parts", unused_parts, (Block,), rows),
     Case("branches", Branches, (Block,), path_and_rows),
     Case("no_parameters", no_parameters, (Block, nn.Sequential), rows),
     *(_structured(kind) for kind in OUTPUT_KINDS),
