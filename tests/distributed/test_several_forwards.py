@@ -89,34 +89,30 @@ def test_micro_batches_of_a_pipeline_give_the_summed_gradient() -> None:
             assert_trains_alike(model, reference, batches, regrouped=True, **how)
 
 
-class _Moco(nn.Module):
+def _moco(assigns: bool) -> nn.Module:
     """Its forward writes the weights of a second encoder, from those of the first alone: the one
     process beside runs it for the batch of each rank."""
 
-    def __init__(self, assigns: bool) -> None:
-        super().__init__()
-        self.own = nn.Sequential(Block(), Block())
-        self.momentum = nn.Sequential(Block(), Block()).requires_grad_(False)
-        self.assigns = assigns
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.own(x)
+    def run(own: Any, x: Tensor) -> Tensor:
+        query = own.first(x)
         with torch.no_grad():
-            pairs = zip(self.own.parameters(), self.momentum.parameters(), strict=True)
-            for new, old in pairs:
-                if self.assigns:
+            for new, old in zip(own.first.parameters(), own.second.parameters(), strict=True):
+                if assigns:
                     old.data = new.data * 0.5
                 else:
                     old.data.copy_(new.data).mul_(0.5)
-            key = self.momentum(x)
+            key = own.second(x)
         return query * key
+
+    first, second = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+    return Parts(run, first=first, second=second.requires_grad_(False))
 
 
 @pytest.mark.parametrize("assigns", [False, True])
 @on_ranks(2)
 def test_a_forward_may_write_the_weights_of_a_momentum_encoder(assigns: bool) -> None:
     for options in ({}, {"zero3_size": 1}):
-        trained_alike(partial(_Moco, assigns), Block, **options)
+        trained_alike(partial(_moco, assigns), Block, **options)
 
 
 _BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

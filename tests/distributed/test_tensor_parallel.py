@@ -274,40 +274,36 @@ def test_a_unit_is_gathered_once_into_leaves_that_stay() -> None:
     assert len(operations) == 1, "one gather over data-parallel ranks"
 
 
-class _OnGrid(nn.Module):
+def _on_grid(mesh: DeviceMesh | None = None) -> nn.Module:
     """Parameters on a mesh of two axes, in unequal parts: 2, 1 or no axis cuts them."""
+    generator = torch.Generator().manual_seed(0)
+    placements = {
+        "weight": ((5, 3), (Shard(0), Shard(1))),
+        "rows": ((5, 3), (Shard(0), Shard(0))),
+        "gain": ((5,), (Replicate(), Shard(0))),
+        "bias": ((5,), (Replicate(), Replicate())),
+        "single": ((1,), (Shard(0), Replicate())),  # nothing on two of the ranks
+    }
+    values = {k: torch.randn(at[0], generator=generator) for k, at in placements.items()}
+    if mesh is not None:
+        values = {k: distribute_tensor(v, mesh, placements[k][1]) for k, v in values.items()}
+    values["scale"] = torch.tensor(0.7)
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        placements = {
-            "weight": ((5, 3), (Shard(0), Shard(1))),
-            "rows": ((5, 3), (Shard(0), Shard(0))),
-            "gain": ((5,), (Replicate(), Shard(0))),
-            "bias": ((5,), (Replicate(), Replicate())),
-            "single": ((1,), (Shard(0), Replicate())),  # nothing on two of the ranks
-        }
-        for name, (shape, placed) in placements.items():
-            value = torch.randn(shape, generator=generator)
-            if mesh is not None:
-                value = distribute_tensor(value, mesh, placed)
-            self.register_parameter(name, nn.Parameter(value))
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.mesh = mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mesh is not None:
-            x = DTensor.from_local(x, self.mesh, [Replicate()] * 2, run_check=False)
-        out = x @ (self.weight * self.rows).T * self.gain * self.single + self.bias
+    def run(own: Any, x: Tensor) -> Tensor:
+        if mesh is not None:
+            x = DTensor.from_local(x, mesh, [Replicate()] * 2, run_check=False)
+        out = x @ (own.weight * own.rows).T * own.gain * own.single + own.bias
         out = out.full_tensor() if isinstance(out, DTensor) else out
-        return (out * self.scale).square().mean()
+        return (out * own.scale).square().mean()
+
+    return Parts(run, **{name: nn.Parameter(value) for name, value in values.items()})
 
 
 @on_ranks(4, in_float64=True)
 def test_a_mesh_of_two_axes_works() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
-    plain = _OnGrid()
-    model = ZeRO3(_OnGrid(mesh["a", "b"]), process_group=mesh["dp"])
+    plain = _on_grid()
+    model = ZeRO3(_on_grid(mesh["a", "b"]), process_group=mesh["dp"])
     splits = {name: p.layerzero.tensor_parallel for name, p in model.named_parameters()}
     assert splits.pop("scale") is None
     copies = {name: split.num_copies for name, split in splits.items()}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.models import Block, Transformer, TransformerBlock
+from tests.harness.models import Block, Parts, Transformer, TransformerBlock
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,19 +31,17 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-class Adapted(nn.Module):
+def _adapted() -> nn.Module:
     """Frozen blocks with small trainable matrices beside them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = Tower().requires_grad_(False)
-        self.small = nn.ModuleList(Block(96, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tower.stem(x)
-        for block, small in zip(self.tower.blocks, self.small, strict=True):
+    def run(own: Any, x: Tensor) -> Tensor:
+        x = own.tower.stem(x)
+        for block, small in zip(own.tower.blocks, own.small, strict=True):
             x = block(x) + small(x)
-        return self.tower.head(x)
+        return own.tower.head(x)
+
+    small = nn.ModuleList(Block(96, 8) for _ in range(4))
+    return Parts(run, tower=Tower().requires_grad_(False), small=small)
 
 
 def _repeated() -> nn.Module:
@@ -95,7 +93,7 @@ CASES: dict[str, Case] = {
     "gpt": _gpt(32),
     "long gpt": _gpt(255),
     "tied gpt": _gpt(32, tied=True),
-    "adapted": Case(Adapted, {Block}, _rows(16)),
+    "adapted": Case(_adapted, {Block}, _rows(16)),
     "repeated": Case(_repeated, {Block}, _rows(64)),
     "structured": Case(
         Structured,
