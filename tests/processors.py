@@ -1,15 +1,10 @@
 """Runs the numeric tests as on other processors: python -m tests.processors (make test-processors).
 
-MKL, ATen and oneDNN choose kernels by the processor's instructions, and another kernel adds in
-another order. Each has a variable that has it choose as on a smaller processor, so one machine can
-stand for several. MKL follows its variable on Intel's processors alone, so on others a small
-library is loaded first that answers as if this were one.
-
-Which files: of those that compare numbers with a reference, one or two for each way in which the
-engine computes them (plain steps, accumulation, layered modes, mixed precision, clipping, native
-optimizers, tensor parallelism, experts, pipelines, recomputation, optional modules, compiled units,
-and the kernels of ops/). The others repeat these ways with more models and options, through the
-same comparisons. Tests that compare no numbers are the same everywhere.
+docs/internals/testing.md says how one machine stands for several. Files: of those that compare
+numbers with a reference, one or two for each way in which the engine computes them (plain steps,
+accumulation, layered modes, mixed precision, clipping, native optimizers, tensor parallelism,
+experts, pipelines, recomputation, optional modules, compiled units, and the kernels of ops/). The
+others repeat these ways, or compare no numbers.
 """
 
 import argparse

@@ -1,17 +1,9 @@
 """Runs torch's own tests of `fully_shard` under torch's engine and under ours.
 
-python -m tests.torch_suite PATH: PATH is `test/distributed/_composable/fsdp` of a source tree of
-torch, or one file of it; nothing of it is part of this repository. Ranks are CPU processes over
-gloo. A test that passes or fails against the table of docs/internals/testing.md is printed with
-its error, and makes the exit status 1.
-
-What stands in for GPUs: `torch.cpu` counts four devices, `skip_if_lt_x_gpu` skips nothing, and
-tests that torch runs in threads run in processes. For ours, names that a file has imported from
-`torch.distributed.fsdp` become those of layerzero; a tensor has `to_local` and `full_tensor`;
-`DTensor` also includes shards of ours; and `check_sharded_parity` compares whole tensors.
+docs/internals/testing.md says how, and has the table: a test that passes or fails against it is
+printed with its error, and makes the exit status 1. For GPUs `torch.cpu` counts four devices,
+`skip_if_lt_x_gpu` skips nothing, and tests that torch runs in threads run in processes.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast

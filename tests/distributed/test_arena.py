@@ -1,7 +1,5 @@
 """`ZeRO3(arena=True)`: the same bits, addresses that stay, and hardly more memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from layerzero import BackwardPrefetch, MixedPrecision, ZeRO3, units
 from tests.harness.counted_memory import measure
 from tests.harness.internals import Reduction, Unit
-from tests.harness.models import WIDTH, Block
+from tests.harness.models import WIDTH, Block, Parts
 from tests.harness.planned_models import CASES
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import observed
@@ -27,20 +25,17 @@ LARGE = 1500
 """Width at which two ranks on gloo keep the own chunk of a reduction apart."""
 
 
-class Uneven(nn.Module):
+def uneven(width: int = 48, hidden: tuple[int, ...] = (60, 200, 31, 90, 60)) -> nn.Module:
     """Blocks of 12 to 78 kB between layers that stay with the root; runs those it is told to."""
 
-    def __init__(self, width: int = 48, hidden: tuple[int, ...] = (60, 200, 31, 90, 60)) -> None:
-        super().__init__()
-        self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width, each) for each in hidden)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor, route: tuple[int, ...]) -> Tensor:
-        x = self.stem(x)
+    def run(own: Any, x: Tensor, route: tuple[int, ...]) -> Tensor:
+        x = own.stem(x)
         for index in route:
-            x = self.blocks[index](x)
-        return self.head(x)
+            x = own.blocks[index](x)
+        return own.head(x)
+
+    blocks = nn.ModuleList(Block(width, each) for each in hidden)
+    return Parts(run, stem=nn.Linear(width, width), blocks=blocks, head=nn.Linear(width, 3))
 
 
 ALL = (0, 1, 2, 3, 4)
@@ -65,10 +60,7 @@ def _noted() -> Iterator[Addresses]:
         gradients = reduction.handle.gradients
         found["input", reduction.unit.fqn, len(found)] = gradients.buffer.data_ptr()
 
-    with (
-        observed(Unit, "show_unsharded", after=shown),
-        observed(Reduction, "_start_hops", sends),
-    ):
+    with observed(Unit, "show_unsharded", after=shown), observed(Reduction, "_start_hops", sends):
         yield found
 
 
@@ -84,7 +76,7 @@ def train(
 ) -> tuple[list[Tensor], list[Addresses], ZeRO3]:
     """The losses, and this rank's parameters at the end; addresses of each step; the model."""
     torch.manual_seed(0)
-    module = Uneven(**model)
+    module = uneven(**model)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
     wrapped = ZeRO3(module, auto_wrap_policy={Block}, **arguments)
@@ -204,7 +196,7 @@ def test_a_peak_is_hardly_higher(
 
 @on_ranks(2)
 def test_freezing_in_turn_adds_no_memory_for_ever() -> None:
-    model = ZeRO3(Uneven(), auto_wrap_policy={Block}, arena=True)
+    model = ZeRO3(uneven(), auto_wrap_policy={Block}, arena=True)
     kept = []
     for step in range(12):
         model.module.blocks[1].requires_grad_(step % 2 == 0)

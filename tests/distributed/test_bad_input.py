@@ -31,7 +31,7 @@ from layerzero.guards import argument_warnings
 from tests.harness.checks import assert_same_on_all_ranks
 from tests.harness.compare import assert_same_values, assert_trains_alike, warnings_of, zero3
 from tests.harness.internals import Extension, root_state
-from tests.harness.models import WIDTH, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.models import WIDTH, Block, Mlp, Parts, TiedAcrossUnits, loss_of
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.recording import logged
 from tests.harness.reference import backward_of_all_ranks, forward_backward, mlp_batches, seeded
@@ -220,24 +220,18 @@ def test_an_optimizer_built_before_wrapping_trains_the_wrapped_model() -> None:
     assert isinstance(state["momentum_buffer"], ParameterShard)
 
 
-class _KeepsItsOwn(nn.Module):
+def _keeps_its_own(how: str) -> nn.Module:
     """A parameter that the forward reads from a list, as DARTS does, or from a closure."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
-        scale = self.scale
-        self.kept = {"list": [scale], "closure": lambda: scale}[how]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self.kept[0] if isinstance(self.kept, list) else self.kept()
-        return self.layer(x) * scale
+    scale = nn.Parameter(torch.ones(WIDTH))
+    read = {"list": lambda own: own.kept[0], "closure": lambda _: scale}[how]
+    run = lambda own, x: own.layer(x) * read(own)  # noqa: E731
+    return Parts(run, layer=nn.Linear(WIDTH, WIDTH), scale=scale, kept=[scale])
 
 
 @on_ranks(2)
 def test_a_gradient_for_a_parameter_of_before_wrapping_is_refused() -> None:
     for how in ("list", "closure"):
-        model = ZeRO3(_KeepsItsOwn(how), auto_wrap_policy={nn.Linear})
+        model = ZeRO3(_keeps_its_own(how), auto_wrap_policy={nn.Linear})
         with torch.no_grad():
             model(torch.ones(2, WIDTH))
         for _ in range(2):  # Each time, and nothing is left behind.
@@ -324,7 +318,7 @@ def test_torchs_arguments_mean_what_they_mean_there() -> None:
     blocks = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
     for casts in (False, True):
         model = zero3(
-            _Widening,
+            lambda: Parts(_widen, block=Block()),
             auto_wrap_policy=blocks,
             backward_prefetch=fsdp.BackwardPrefetch.BACKWARD_POST,
             mixed_precision=fsdp.MixedPrecision(**half, cast_forward_inputs=casts),
@@ -333,14 +327,9 @@ def test_torchs_arguments_mean_what_they_mean_there() -> None:
             model(torch.ones(2, WIDTH)).sum().backward()
 
 
-class _Widening(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.bfloat16, "the root casts its inputs"
-        return self.block(x.float())
+def _widen(own: nn.Module, x: Tensor) -> Tensor:
+    assert x.dtype == torch.bfloat16, "the root casts its inputs"
+    return own.block(x.float())
 
 
 @on_ranks(2)
@@ -373,18 +362,10 @@ def test_a_list_that_nobody_can_call_is_no_unit() -> None:
     assert_trains_alike(listed, plain, mlp_batches())
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(14))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 3, bias=False)
-        self.head.weight.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+def _model() -> nn.Module:
+    head = nn.Linear(WIDTH, 3, bias=False).requires_grad_(False)
+    layers = nn.Sequential(*(Block() for _ in range(14)))
+    return Parts(layers=layers, norm=nn.LayerNorm(WIDTH), head=head)
 
 
 @on_ranks(2)
@@ -396,9 +377,9 @@ def test_the_log_tells_what_was_made() -> None:
         num_to_forward_prefetch=2,
     )
     with logged("layerzero") as texts:
-        model = ZeRO3(Model(), auto_wrap_policy={Block}, mixed_precision=precision)
+        model = ZeRO3(_model(), auto_wrap_policy={Block}, mixed_precision=precision)
         model(torch.ones(2, WIDTH)).sum().backward()
-        model = shard_with_plan(Model(), plan)
+        model = shard_with_plan(_model(), plan)
     with logged("layerzero") as alone:
         assert "1 unit of Linear" in repr(ZeRO3(nn.Linear(2, 2)))
     assert all("1 unit of Linear on cpu" in line for line in alone)
@@ -414,14 +395,14 @@ def test_the_log_tells_what_was_made() -> None:
         return
     text, of_plan = texts
     for part in (
-        "15 units of Model on cpu",
+        "15 units of Parts on cpu",
         "units: the root unit, layers.0, layers.1",
         "layers.6 and 7 more",
         "group of 2, gloo",
         "MixedPrecision(param_dtype=torch.bfloat16, keep_float32=(LayerNorm))",
     ):
         assert part in text, (part, text)
-    assert "16 units of Model" in of_plan
+    assert "16 units of Parts" in of_plan
 
 
 def _mean(_: object, gradient: Tensor, chunk: Tensor) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize
 
@@ -30,7 +30,7 @@ from tests.harness.compare import (
     sharded,
     zero3,
 )
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -44,22 +44,14 @@ from tests.harness.reference import (
 )
 
 
-class LowRank(nn.Module):
-    """An adapter around a layer, as libraries for fine-tuning put it in place."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
 def _adapt(model: nn.Module) -> None:
     torch.manual_seed(3)
-    model.blocks[1].up = LowRank(model.blocks[1].up)
+    base = model.blocks[1].up
+    down = nn.Linear(base.in_features, 2, bias=False)
+    up = nn.Linear(2, base.out_features, bias=False)
+    # An adapter around a layer, as libraries for fine-tuning put it in place.
+    run = lambda own, x: own.base(x) + own.up(own.down(x))  # noqa: E731
+    model.blocks[1].up = Parts(run, base=base, down=down, up=up)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("base" not in name)
 
@@ -80,10 +72,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: setattr(model, "head", nn.Linear(WIDTH, 4)),
         "added head.bias; replaced head.weight",
     ),
-    "an item deleted": (
-        lambda model: model.blocks.__delitem__(2),
-        "removed blocks.2.up.weight",
-    ),
+    "an item deleted": (lambda model: model.blocks.__delitem__(2), "removed blocks.2.up.weight"),
     "adapters": (_adapt, "added .*blocks.1.up.down.weight.*removed blocks.1.up.weight"),
     "a parameter tied": (_tie, "replaced blocks.0.up.weight"),
     "a module that takes over": (_take_over, "replaced stem.weight, stem.bias"),

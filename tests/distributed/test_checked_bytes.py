@@ -24,7 +24,7 @@ from tests.distributed import test_experts as experts
 from tests.distributed import test_tensor_parallel as tensor_parallel
 from tests.harness.checks import named
 from tests.harness.internals import Pending, RuntimeContext, ShardGroup, messages
-from tests.harness.models import Block
+from tests.harness.models import Block, Parts
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks
 from tests.harness.recording import observed
@@ -179,10 +179,7 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
     "plain": ({}, _ADAMW),
     "bf16": ({"mixed_precision": BF16}, _SGD),
     "bf16 on the wire": ({"mixed_precision": LOW, "deterministic": True}, _NATIVE),
-    "8-bit": (
-        {"reduction": ReductionPolicy(in_flight="1GB")},
-        _IN_8_BITS,
-    ),
+    "8-bit": ({"reduction": ReductionPolicy(in_flight="1GB")}, _IN_8_BITS),
     "offload": ({"offload": OffloadPolicy(params=True, grads=True)}, _ADAMW),
     "step in backward": ({"step_in_backward": True}, _ADAMW),
 }
@@ -190,10 +187,7 @@ FOUR_RANKS: dict[str, tuple[dict[str, Any], Optimizer]] = {
     "zero1": ({"zero3_size": 2, "mixed_precision": BF16}, _ADAMW),
     "replicate": ({"zero3_size": 2, "outer": "replicate"}, _ADAMW),
     "shard": ({"zero3_size": 2, "outer": "shard", "reshard_after_forward": "compute_shard"}, _SGD),
-    "zero1, in order": (
-        {"zero3_size": 2, "deterministic": True},
-        _IN_BF16,
-    ),
+    "zero1, in order": ({"zero3_size": 2, "deterministic": True}, _IN_BF16),
     "lanes": ({"zero3_size": 2, "reduction": ReductionPolicy(separate_groups=True)}, _WHOLE),
 }
 
@@ -367,22 +361,17 @@ OPTIMIZERS: dict[str, Callable[[ZeRO3], torch.optim.Optimizer]] = {
 }
 
 
-class _Odd(nn.Module):
-    """With a scalar, an empty parameter, float64, a frozen one and one that is not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.wide = nn.Parameter(torch.randn(7, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.ignored = nn.Parameter(torch.randn(5))
-
-
 def _odd_model(**given: Any) -> ZeRO3:
+    """With a scalar, an empty parameter, float64, a frozen one and one that is not sharded."""
     torch.manual_seed(0)
-    module = _Odd()
+    module = Parts(
+        blocks=nn.Sequential(Block(), Block()),
+        scale=nn.Parameter(torch.tensor(1.5)),
+        nothing=nn.Parameter(torch.empty(0, 3)),
+        wide=nn.Parameter(torch.randn(7, dtype=torch.float64)),
+        frozen=nn.Parameter(torch.randn(3), requires_grad=False),
+        ignored=nn.Parameter(torch.randn(5)),
+    )
     return ZeRO3(module, ignored_parameters=[module.ignored], **given)
 
 
@@ -407,10 +396,7 @@ SETTINGS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
     2: [{"auto_wrap_policy": {Block}}, {"auto_wrap_policy": {nn.Linear}}],
     3: [{}],
-    4: [
-        {"zero3_size": 2, "auto_wrap_policy": {Block}},
-        {"zero3_size": 2, "outer": "replicate"},
-    ],
+    4: [{"zero3_size": 2, "auto_wrap_policy": {Block}}, {"zero3_size": 2, "outer": "replicate"}],
 }
 """By number of ranks."""
 

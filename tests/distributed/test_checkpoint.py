@@ -187,8 +187,7 @@ def _load_all(root: str, expected: list[Whole]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written_by", "read_by"),
-    [(3, [2]), pytest.param(4, [1, 3], marks=pytest.mark.slow)],
+    ("written_by", "read_by"), [(3, [2]), pytest.param(4, [1, 3], marks=pytest.mark.slow)]
 )
 def test_what_some_ranks_wrote_any_number_reads_bit_for_bit(
     tmp_path: Path, written_by: int, read_by: list[int], ranks: KeptRanks

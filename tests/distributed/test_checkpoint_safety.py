@@ -128,11 +128,7 @@ def _resume(roots: list[str]) -> list[Losses]:
     ids=["0", "0, folders", "1"],
 )
 def test_a_rank_killed_at_any_stage_leaves_a_checkpoint_to_resume_from(
-    tmp_path: Path,
-    rank: int,
-    kinds: tuple[str, ...],
-    pytestconfig: pytest.Config,
-    ranks: KeptRanks,
+    tmp_path: Path, rank: int, kinds: tuple[str, ...], pytestconfig: pytest.Config, ranks: KeptRanks
 ) -> None:
     """At the first call of each stage; with `--every-fault`: at every call."""
     (whole := tmp_path / "whole").mkdir()

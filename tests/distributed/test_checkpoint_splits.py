@@ -38,6 +38,7 @@ from tests.distributed.test_tensor_parallel import LENGTH, Llama, parallelize
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import assert_same_where_present
 from tests.harness.decoder import VOCAB, DecoderLayer
+from tests.harness.models import Parts
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks, run_ranks
 from tests.harness.reference import OPTIMIZERS, backward_of_all_ranks, forward_backward, seeded
 from tests.harness.saved_models import values_and_states
@@ -394,21 +395,17 @@ def test_numbers_that_do_not_fit_are_refused_on_every_rank() -> None:
         assert not any("_layerzero" in key for m in model.modules() for key in vars(m))
 
 
-class Lists(nn.Module):
+def lists(numbers: dict[str, str]) -> nn.Module:
     """Lists of modules and of parameters, and a sequence whose numbers are the same everywhere."""
-
-    def __init__(self, numbers: dict[str, str]) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
-        self.down = nn.ParameterList(nn.Parameter(torch.randn(2)) for _ in range(2))
-        self.rest = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        if numbers:
-            name_members(self.up, numbers)
-            name_members(self.down, numbers)
+    up = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    down = nn.ParameterList(nn.Parameter(torch.randn(2)) for _ in range(2))
+    for each in (up, down) if numbers else ():
+        name_members(each, numbers)
+    return Parts(up=up, down=down, rest=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
 
 def test_state_dicts_of_all_lists_have_the_numbers_among_all() -> None:
-    plain, renamed = Lists({}), Lists({"0": "2", "1": "3"})
+    plain, renamed = lists({}), lists({"0": "2", "1": "3"})
     names = [global_name(renamed, name) for name in plain.state_dict()]
     assert names[0] == "up.2.0.weight" and {"down.3", "rest.1.bias"} <= {*names}
     assert list(renamed.state_dict()) == names
@@ -416,7 +413,7 @@ def test_state_dicts_of_all_lists_have_the_numbers_among_all() -> None:
     renamed.load_state_dict(dict(zip(names, plain.state_dict().values(), strict=True)))
     assert_same_parameters(dict(renamed.named_parameters()), dict(plain.named_parameters()))
     # Local numbers are those of another rank's.
-    found = renamed.load_state_dict(Lists({}).state_dict(), strict=False)
+    found = renamed.load_state_dict(lists({}).state_dict(), strict=False)
     in_lists = {name for name in plain.state_dict() if not name.startswith("rest.")}
     assert {*found.unexpected_keys} == in_lists
     assert {*found.missing_keys} == {global_name(renamed, name) for name in in_lists}

@@ -40,7 +40,7 @@ from tests.harness.internals import (
     reduce_scatter,
     root_state,
 )
-from tests.harness.models import WIDTH, Block, Mlp, Routed
+from tests.harness.models import WIDTH, Block, Mlp, Parts, Routed
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import (
@@ -234,22 +234,18 @@ NCCL |= {torch.uint8, torch.int8, torch.int32, torch.int64}
 RARE = (torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn)
 
 
-class _Rare(nn.Module):
+def _rare() -> nn.Module:
     """A layer beside frozen tables of dtypes that NCCL does not have."""
+    bits = torch.arange(56, dtype=torch.uint8) + dist.get_rank()
+    tables = [nn.Parameter(bits.clone().view(dtype), requires_grad=False) for dtype in RARE]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 3)
-        bits = torch.arange(56, dtype=torch.uint8) + dist.get_rank()
-        self.tables = nn.ParameterList(
-            nn.Parameter(bits.clone().view(dtype), requires_grad=False) for dtype in RARE
-        )
-        self.register_buffer("counts", bits.view(torch.int16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for table in self.tables:
+    def run(own: nn.Module, x: Tensor) -> Tensor:
+        for table in own.tables:
             assert torch.equal(table.view(torch.uint8), torch.arange(56, dtype=torch.uint8))
-        return self.layer(x)
+        return own.layer(x)
+
+    counts = nn.Buffer(bits.view(torch.int16))
+    return Parts(run, layer=nn.Linear(WIDTH, 3), tables=nn.ParameterList(tables), counts=counts)
 
 
 def _refusing(verb: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +266,7 @@ def test_what_a_backend_cannot_send_is_sent_as_bytes() -> None:
         mock.patch.object(dist, "broadcast", _refusing(dist.broadcast)),
     ):
         group = make_plain_group(timedelta(seconds=30))
-        model = ZeRO3(_Rare(), group, sync_module_states=True)
+        model = ZeRO3(_rare(), group, sync_module_states=True)
         for _ in range(2):
             model(torch.ones(2, WIDTH)).sum().backward()
         with model.summon_full_params(rank0_only=True):
@@ -325,11 +321,7 @@ def test_forward_gathers_ahead_once_the_order_is_known() -> None:
 def test_backward_gathers_ahead_and_before_the_reduction_that_it_need_not_wait_for() -> None:
     for mode, uses, expected in (
         (None, "u4 g3 u3 g2 u2 g1 u1 g0 u0", "r4 g3 r3 g2 r2 g1 r1 g0 r0"),
-        (
-            BackwardPrefetch.BACKWARD_PRE,
-            "g3 u4 g2 u3 g1 u2 g0 u1 u0",
-            "g3 r4 g2 r3 g1 r2 g0 r1 r0",
-        ),
+        (BackwardPrefetch.BACKWARD_PRE, "g3 u4 g2 u3 g1 u2 g0 u1 u0", "g3 r4 g2 r3 g1 r2 g0 r1 r0"),
         (
             BackwardPrefetch.BACKWARD_POST,
             "u4 g3 u3 g2 u2 g1 u1 g0 u0",

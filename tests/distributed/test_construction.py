@@ -20,20 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import layerzero
-from layerzero import (
-    BackwardPrefetch,
-    MixedPrecision,
-    OffloadPolicy,
-    ReductionPolicy,
-    ZeRO3,
-)
+from layerzero import BackwardPrefetch, MixedPrecision, OffloadPolicy, ReductionPolicy, ZeRO3
 from layerzero.verify import same_plan
 from layerzero.verify.start_values import device_digest, digest
-from tests.harness.checks import (
-    assert_same_on_all_ranks,
-    assert_same_parameters,
-    error_in_time,
-)
+from tests.harness.checks import assert_same_on_all_ranks, assert_same_parameters, error_in_time
 from tests.harness.compare import (
     assert_same_values,
     assert_trains_alike,
@@ -42,7 +32,7 @@ from tests.harness.compare import (
     zero3,
 )
 from tests.harness.internals import engine_alone, root_state
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts
 from tests.harness.ranks import of_all_ranks, on_ranks
 from tests.harness.reference import (
     backward_of_all_ranks,
@@ -399,32 +389,28 @@ def test_ranks_that_start_from_other_values_warn_on_the_first() -> None:
     assert "'blocks.0.up.weight' differs between ranks: on rank 2" in start["meta"]
 
 
-class Parts(nn.Module):
-    def __init__(self, mesh: Any, value: float) -> None:
-        super().__init__()
-        whole = torch.arange(24.0).view(6, 4)
-        self.split = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-        self.copied = nn.Parameter(distribute_tensor(whole, mesh, [Replicate()]))
-        local = torch.full((3,), value)
-        self.register_buffer(
-            "table", DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-        )
+def of_dtensors(mesh: Any, value: float) -> nn.Module:
+    whole, local = torch.arange(24.0).view(6, 4), torch.full((3,), value)
+    return Parts(
+        split=nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])),
+        copied=nn.Parameter(distribute_tensor(whole, mesh, [Replicate()])),
+        table=nn.Buffer(DTensor.from_local(local, mesh, [Replicate()], run_check=False)),
+    )
 
 
 @on_ranks(4)
 def test_parts_of_dtensors_are_compared_and_synchronised_along_their_group() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    told = warnings_of(Parts(mesh["tp"], 1.0), mesh["dp"])
+    told = warnings_of(of_dtensors(mesh["tp"], 1.0), mesh["dp"])
     assert not told, "local parts are compared along their own data-parallel group"
-    module = Parts(mesh["tp"], float(dist.get_rank()))
+    module = of_dtensors(mesh["tp"], float(dist.get_rank()))
     model = ZeRO3(module, mesh["dp"], sync_module_states=True)
     table = model.table.to_local()
     assert isinstance(model.table, DTensor)
     assert table.tolist() == [float(mesh["tp"].get_local_rank())] * 3, "of its first dp rank"
     # Two data-parallel groups, each with a first rank.
-    for rank, told in enumerate(
-        of_all_ranks(warnings_of(Parts(mesh["tp"], float(mesh["dp"].get_local_rank())), mesh["dp"]))
-    ):
+    module = of_dtensors(mesh["tp"], float(mesh["dp"].get_local_rank()))
+    for rank, told in enumerate(of_all_ranks(warnings_of(module, mesh["dp"]))):
         assert [each[:14] for each in told] == ["buffer 'table'"] * (rank < 2)
 
 
@@ -457,27 +443,26 @@ def test_experts_are_compared_within_their_group() -> None:
     assert all(value.eq(number).all() for value in values.values())
 
 
-class Odd(nn.Module):
+def odd() -> nn.Module:
     """Values that not every backend sends: strided ones, bits, small floats and complex ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.Parameter(torch.randn(5, 3).t())
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.wave = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        self.register_buffer("turned_too", torch.randn(4, 6)[:, ::2])
-        self.register_buffer("mask", torch.rand(7) > 0.5)
-        self.register_buffer("small", torch.randn(7).to(torch.float8_e4m3fn))
-        self.register_buffer("short", torch.randint(99, (), dtype=torch.int16))
-        self.register_buffer("narrow", torch.randn(3).bfloat16())
+    return Parts(
+        turned=nn.Parameter(torch.randn(5, 3).t()),
+        empty=nn.Parameter(torch.empty(0, 4)),
+        wave=nn.Parameter(torch.randn(4, dtype=torch.complex64)),
+        turned_too=nn.Buffer(torch.randn(4, 6)[:, ::2]),
+        mask=nn.Buffer(torch.rand(7) > 0.5),
+        small=nn.Buffer(torch.randn(7).to(torch.float8_e4m3fn)),
+        short=nn.Buffer(torch.randint(99, (), dtype=torch.int16)),
+        narrow=nn.Buffer(torch.randn(3).bfloat16()),
+    )
 
 
 @on_ranks(3)
 def test_values_of_every_kind_go_from_the_first_rank_to_all_also_to_modules_on_meta() -> None:
     torch.manual_seed(dist.get_rank())
-    model = ZeRO3(Odd(), sync_module_states=True)
+    model = ZeRO3(odd(), sync_module_states=True)
     torch.manual_seed(0)
-    first = Odd()
+    first = odd()
     for name, buffer in model.named_buffers():
         assert_same_on_all_ranks(buffer.contiguous().view(-1).view(torch.uint8), name)
         assert torch.equal(buffer.float(), dict(first.named_buffers())[name].float()), name

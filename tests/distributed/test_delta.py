@@ -14,7 +14,7 @@ from layerzero import ZeRO3, checkpoint, rewrap
 from layerzero.checkpoint import DeltaError, DeltaStream, Patch, apply_delta
 from tests.distributed.test_checkpoint_splits import TENSOR_PARALLEL, build
 from tests.harness.checks import assert_bitwise
-from tests.harness.models import CASES, Block, Mlp, TiedAcrossUnits, loss_of
+from tests.harness.models import CASES, Block, Mlp, Parts, TiedAcrossUnits, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.saved_models import train
 
@@ -222,25 +222,19 @@ def test_rounds_survive_edits_loads_and_resharding(tmp_path: Path) -> None:
     receiver.check("rewrap")
 
 
-class WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.ignored = nn.Linear(2, 2)
-        self.register_buffer("mean", torch.zeros(5))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("wave", torch.zeros(2, dtype=torch.complex128))
-        self.register_buffer("scratch", torch.zeros(4), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 @on_ranks(2)
 def test_buffers_and_ignored_parameters_come_from_the_first_rank() -> None:
     torch.manual_seed(0)
-    module = WithBuffers()
+    module = Parts(
+        lambda own, x: own.inner(x),
+        inner=nn.Linear(3, 3),
+        ignored=nn.Linear(2, 2),
+        mean=nn.Buffer(torch.zeros(5)),
+        count=nn.Buffer(torch.zeros((), dtype=torch.int64)),
+        mask=nn.Buffer(torch.zeros(3, dtype=torch.bool)),
+        wave=nn.Buffer(torch.zeros(2, dtype=torch.complex128)),
+        scratch=nn.Buffer(torch.zeros(4), persistent=False),
+    )
     model = ZeRO3(module, ignored_modules=[module.ignored])
     without = {patch.name for patch in gathered(DeltaStream(model).full())}
     assert without == {"inner.weight", "inner.bias", "ignored.weight", "ignored.bias"}

@@ -24,13 +24,13 @@ from layerzero import BackwardPrefetch, MixedPrecision, ReductionPolicy, ZeRO3, 
 from layerzero.optim import AdamW
 from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import assert_same_on_all_ranks, named
-from tests.harness.compare import assert_same_gradients
+from tests.harness.compare import assert_same_gradients, zero3
 from tests.harness.fault_at import FaultAt, differences, snapshot
 from tests.harness.internals import BackwardPass, Messages, root_state
-from tests.harness.models import WIDTH, Block, Mlp
+from tests.harness.models import WIDTH, Block, Mlp, Parts
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
 from tests.harness.recording import observed
-from tests.harness.reference import own_batch
+from tests.harness.reference import own_batch, seeded
 from tests.harness.saved_models import train
 
 
@@ -86,25 +86,18 @@ def test_a_signal_in_a_pass_leaves_no_message_in_flight_and_no_hold() -> None:
 
 @on_ranks(2)
 def test_an_exception_caught_inside_the_model_is_the_models_business() -> None:
-    class Forgiving(nn.Module):
+    def run(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Catches the exception of one of its units and goes on without it."""
+        try:
+            x = own.first(x.new_zeros(1, WIDTH + 1))
+        except RuntimeError:
+            x = own.second(x)
+        return own.head(x)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Block(), Block()
-            self.head = nn.Linear(WIDTH, 2)
+    def build() -> nn.Module:
+        return Parts(run, first=Block(), second=Block(), head=nn.Linear(WIDTH, 2))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            try:
-                x = self.first(x.new_zeros(1, WIDTH + 1))
-            except RuntimeError:
-                x = self.second(x)
-            return self.head(x)
-
-    torch.manual_seed(0)
-    plain = Forgiving()
-    torch.manual_seed(0)
-    model = ZeRO3(Forgiving(), auto_wrap_policy={Block})
+    plain, model = seeded(build), zero3(build, Block)
     for number in range(3):
         x = own_batch(number)
         assert torch.equal(model(x), plain(x))
@@ -197,22 +190,18 @@ def test_another_backward_may_follow_a_failed_one() -> None:
     assert_same_gradients(model, clean)
 
 
-class Net(nn.Module):
+def net_of(reentrant: bool) -> nn.Module:
     """Blocks, the last of which is recomputed, a tied pair of layers, and the loss: outside of the
     model it would be in no pass, and an exception there unknown to the engine."""
 
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        self.head.weight = self.stem.weight
-        self._reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](self.stem(x)))
-        x = self.head(checkpoint(self.blocks[2], x, use_reentrant=self._reentrant))
+    def run(own: Any, x: torch.Tensor) -> torch.Tensor:
+        x = own.blocks[1](own.blocks[0](own.stem(x)))
+        x = own.head(checkpoint(own.blocks[2], x, use_reentrant=reentrant))
         return x.float().square().sum()
+
+    stem, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    head.weight = stem.weight
+    return Parts(run, stem=stem, blocks=nn.ModuleList(Block() for _ in range(3)), head=head)
 
 
 Settings = dict[str, Any]
@@ -233,7 +222,7 @@ SETTINGS: list[Settings] = [
 
 def build(settings: Settings, reentrant: bool = False) -> tuple[ZeRO3, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net, arguments = Net(reentrant), dict(settings)
+    net, arguments = net_of(reentrant), dict(settings)
     if arguments.pop("optional_modules", None):
         arguments["optional_modules"] = [net.blocks[0]]
     model = ZeRO3(net, auto_wrap_policy={Block}, **arguments)

@@ -17,6 +17,7 @@ from layerzero import ParallelManager, ShardingPlan, ZeRO3, global_norm, shard_w
 from tests.harness.checks import assert_close_in_float64
 from tests.harness.compare import assert_follows
 from tests.harness.internals import inner_units
+from tests.harness.models import Parts
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import gathered, recorded_operations, reduced
 from tests.harness.reference import forward_backward, seeded
@@ -39,14 +40,10 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.of, ctx.to, ctx.group), None, None, None
 
 
-class Expert(nn.Module):
+class Expert(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 5)
-        self.down = nn.Linear(5, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        down = nn.Linear(5, WIDTH, bias=False)
+        super().__init__(up=nn.Linear(WIDTH, 5), act=nn.Tanh(), down=down)
 
 
 class NamedExperts(nn.Module):
@@ -131,14 +128,10 @@ class Moe(nn.Module):
         return x + (weights.unsqueeze(2) * outputs).sum(1)
 
 
-class Model(nn.Module):
+class Model(Parts):
     def __init__(self, kind: type[nn.Module] = NamedExperts) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.Sequential(Moe(kind), Moe(kind))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(torch.tanh(self.stem(x)))
+        layers = nn.Sequential(Moe(kind), Moe(kind))
+        super().__init__(stem=nn.Linear(WIDTH, WIDTH), act=nn.Tanh(), layers=layers)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from layerzero import MixedPrecision, OffloadPolicy, ZeRO3, checkpoint, fully_sh
 from layerzero.optim import AdamW, WholeTensorOptimizer
 from tests.harness.checks import assert_bitwise, assert_norm, assert_same_parameters
 from tests.harness.compare import assert_same_values, assert_trains_alike
-from tests.harness.models import CASES, WIDTH, Block, Mlp
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import full_gradients, full_parameters, on_meta, seeded
 
@@ -169,24 +169,20 @@ def test_modules_are_emptied_one_after_the_other_and_drawn_in_between_or_later()
         assert_bitwise(model(_tokens()), expected(_tokens()), f"{way}, {later}")
 
 
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """As torchtune's layers: a table is written, and each adapter inside is emptied and drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(SIZE, SIZE)
-        self.adapters = nn.ModuleList(nn.Linear(SIZE, 1, bias=False) for _ in range(3))
-        self.register_buffer("table", torch.arange(float(SIZE)), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x) + self.table
-        return torch.stack([adapter(y) for adapter in self.adapters])
+    return Parts(
+        lambda own, x: torch.stack([each(own.base(x) + own.table) for each in own.adapters]),
+        base=nn.Linear(SIZE, SIZE),
+        adapters=nn.ModuleList(nn.Linear(SIZE, 1, bias=False) for _ in range(3)),
+        table=nn.Buffer(torch.arange(float(SIZE)), persistent=False),
+    )
 
 
 @on_ranks(2)
 def test_a_module_that_is_emptied_again_has_no_value() -> None:
     for find in (lambda model: model.adapters[1], lambda model: model.adapters):
-        model: Any = fully_shard(on_meta(Adapted)).to_empty(device="cpu")
+        model: Any = fully_shard(on_meta(adapted)).to_empty(device="cpu")
         model.table = torch.arange(float(SIZE))
         for part in (model.base, *model.adapters):
             part.reset_parameters()
@@ -450,17 +446,14 @@ class Table(nn.Module):
         return self.child(x @ self.weight) * self.angles + self.offset + self.steps
 
 
-class Tables(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Table(), Table()
-        self.head = nn.Linear(WIDTH, 3)
-        self.same = nn.Linear(WIDTH, 3)
-        self.same.weight = self.head.weight
+def tables() -> Any:
+    def run(own: Any, x: Tensor) -> Tensor:
+        y = own.second(own.first(x))
+        return own.head(y) + own.same(y)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(self.first(x))
-        return self.head(y) + self.same(y)
+    heads = {"head": nn.Linear(WIDTH, 3), "same": nn.Linear(WIDTH, 3)}
+    heads["same"].weight = heads["head"].weight
+    return Parts(run, first=Table(), second=Table(), **heads)
 
 
 def _own(module: nn.Module) -> list[Tensor]:
@@ -514,14 +507,14 @@ def _reset_in_order(module: nn.Module) -> None:
 
 @on_ranks(2)
 def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> None:
-    plain = Tables()
+    plain = tables()
     _reset_in_order(plain)
     drawn = torch.rand(3)
     ways = itertools.product((False, True), repeat=2)
     kinds = (None, _writes, *(_emptying(*way) for way in ways))
     settings: list[Any] = [None, {Table}, {Table, Block, nn.Linear}]
     for number, kind in enumerate(kinds):
-        module, calls = on_meta(Tables), []
+        module, calls = on_meta(tables), []
 
         def init(part: nn.Module, kind: Any = kind, calls: list[nn.Module] = calls) -> None:
             calls.append(part)
@@ -556,7 +549,7 @@ def test_functions_of_either_kind_initialise_with_the_same_random_numbers() -> N
 def test_what_has_values_inside_a_module_that_is_emptied_keeps_them() -> None:
     for always in (False, True):
         for wraps in (False, True):
-            model = seeded(Tables)
+            model = seeded(tables)
             model.first.weight = nn.Parameter(torch.empty(WIDTH, WIDTH, device="meta"))
             model.second = on_meta(Table)
             inside = copy.deepcopy(model.first.child)
@@ -633,10 +626,10 @@ def test_what_nothing_initialised_is_refused_on_every_rank() -> None:
 
 @on_ranks(2)
 def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> None:
-    source = ZeRO3(seeded(Tables), auto_wrap_policy={Table})
+    source = ZeRO3(seeded(tables), auto_wrap_policy={Table})
     checkpoint.save(f"{tmp_path}/ours", source)
     dcp.save(source.state_dict(), checkpoint_id=f"{tmp_path}/torchs")
-    whole = {name: value.clone() for name, value in seeded(Tables).state_dict().items()}
+    whole = {name: value.clone() for name, value in seeded(tables).state_dict().items()}
     x = torch.ones(2, WIDTH)
     expected = source(x)
 
@@ -660,7 +653,7 @@ def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> No
         by_hand,
     )
     for bring in loads:
-        model = ZeRO3(on_meta(Tables), auto_wrap_policy={Table}, param_init_fn="later")
+        model = ZeRO3(on_meta(tables), auto_wrap_policy={Table}, param_init_fn="later")
         with pytest.raises(RuntimeError, match=r"parameter '\S+' has no value yet.*load"):
             model(x)
         bring(model)
@@ -676,7 +669,7 @@ def test_values_that_a_load_brings_are_declared_and_missed(tmp_path: Path) -> No
         assert not model._root_state.has_forward_checks
     # A buffer that is cast is missed as well.
     low = MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = ZeRO3(on_meta(Tables), param_init_fn="later", mixed_precision=low)
+    model = ZeRO3(on_meta(tables), param_init_fn="later", mixed_precision=low)
     model.load_state_dict(whole)
     with pytest.raises(RuntimeError, match=r"'first.angles', which checkpoints omit, has no"):
         model(x)

@@ -22,7 +22,7 @@ from layerzero.state_dict.parameter_shard import ParameterShard
 from tests.harness.checks import HAS_FMA, assert_bitwise, assert_same_on_all_ranks
 from tests.harness.compare import assert_norm_of_gradients, assert_same_values, zero3
 from tests.harness.internals import get_info
-from tests.harness.models import CASES, WIDTH, Block, Mlp, UnusedParts
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts, unused_parts
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import batches_of, forward_backward, own_batch, seeded
 
@@ -67,22 +67,12 @@ def _plain(value: Any) -> torch.Tensor:
     return value.local if isinstance(value, ParameterShard) else value
 
 
-class Odd(nn.Module):
-    """Parts that are unused, empty, and not sharded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = UnusedParts()
-        self.own = nn.Linear(WIDTH, 3)
-        self.none = nn.Parameter(torch.ones(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(self.parts(x).float()) + self.none.sum()
-
-
 def _odd() -> ZeRO3:
-    module = seeded(Odd)
-    return ZeRO3(module, auto_wrap_policy={Block}, ignored_modules=[module.own], **_BF16)
+    """Parts that are unused, empty, and not sharded."""
+    run = lambda own, x: own.head(own.parts(x).float()) + own.none.sum()  # noqa: E731
+    none = nn.Parameter(torch.ones(0, 4))
+    module = seeded(lambda: Parts(run, parts=unused_parts(), head=nn.Linear(WIDTH, 3), none=none))
+    return ZeRO3(module, auto_wrap_policy={Block}, ignored_modules=[module.head], **_BF16)
 
 
 def _train_both() -> None:
@@ -148,15 +138,6 @@ def _clip() -> None:
         optimizer.clip_grad_norm_(1.0)
 
 
-class _Many(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(6) for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * sum((weight.sum() for weight in self.weights), torch.zeros(()))
-
-
 def _calls(function: Callable[[], Any]) -> int:
     """Calls of Python functions, and from Python of functions in C."""
     count = 0
@@ -178,7 +159,10 @@ def test_the_host_makes_as_many_calls_whatever_the_number_of_parameters() -> Non
     for state in ("float32", "8bit"):
         found = []
         for count in (4, 64):
-            model = ZeRO3(_Many(count))
+            weights = nn.ParameterList(torch.ones(6) for _ in range(count))
+            model = ZeRO3(
+                Parts(lambda own, x: x * sum(w.sum() for w in own.weights), weights=weights)
+            )
             optimizer = AdamW(model.parameters(), state=state)
             calls = []
             for _ in range(9):

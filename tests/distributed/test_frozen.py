@@ -17,21 +17,8 @@ from layerzero import OffloadPolicy, ZeRO3
 from layerzero.checkpoint import get_model_state_dict
 from layerzero.optim.waiting_gradients import WaitingGradient
 from tests.harness.checks import assert_bitwise, named
-from tests.harness.compare import (
-    assert_same_values,
-    assert_trains_alike,
-    trained_alike,
-    zero3,
-)
-from tests.harness.models import (
-    WIDTH,
-    Block,
-    FrozenParts,
-    Mlp,
-    TiedInUnit,
-    UnusedParts,
-    loss_of,
-)
+from tests.harness.compare import assert_same_values, assert_trains_alike, trained_alike, zero3
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts, TiedInUnit, frozen_parts, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import (
     OPTIMIZERS,
@@ -126,28 +113,25 @@ def test_a_forward_may_freeze_its_own_parameters() -> None:
     trained_alike(_FreezesItself, Block, run=twice)
 
 
-class _Tables(nn.Module):
+def _tables() -> nn.Module:
     """A scale that is stored in eight bits, and integers, beside what is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        scale = torch.linspace(0.5, 2.0, WIDTH).to(torch.float8_e4m3fn)
-        self.scale = nn.Parameter(scale, requires_grad=False)
-        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x[:, self.order]) * self.scale.float()
+    scale = torch.linspace(0.5, 2.0, WIDTH).to(torch.float8_e4m3fn)
+    return Parts(
+        lambda own, x: own.linear(x[:, own.order]) * own.scale.float(),
+        linear=nn.Linear(WIDTH, WIDTH),
+        scale=nn.Parameter(scale, requires_grad=False),
+        order=nn.Parameter(torch.randperm(WIDTH), requires_grad=False),
+    )
 
 
 @on_ranks(2)
 def test_frozen_parameters_of_float8_and_integers_stand_beside_trained_ones() -> None:
-    model = trained_alike(_Tables)
+    model = trained_alike(_tables)
     forward_backward(model, mlp_batches(1)[0][dist.get_rank()])
     assert model.clip_grad_norm_(1.0).dtype == torch.float32
     state = get_model_state_dict(model, full=True)
     assert state["scale"].dtype == torch.float8_e4m3fn
-    assert torch.equal(state["scale"].float(), seeded(_Tables).scale.float())
+    assert torch.equal(state["scale"].float(), seeded(_tables).scale.float())
 
 
 # Hooks on parameters run with the reduced gradient, once it is there, or are refused by name ------
@@ -178,8 +162,8 @@ _SETTINGS: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
     (Mlp, {"auto_wrap_policy": {nn.Linear}, "reshard_after_forward": False}),
     (Mlp, {"zero3_size": 1, "outer": "replicate"}),
     (Mlp, {"offload": OffloadPolicy(params=True, grads=True)}),
-    (FrozenParts, {}),
-    (UnusedParts, {}),
+    (frozen_parts, {}),
+    (CASES["unused_parts"].build, {}),
     (TiedInUnit, {}),
 )
 
@@ -205,24 +189,22 @@ def test_an_optimizer_in_post_accumulate_hooks_trains_as_one_that_steps_after_ba
                     assert_same_values(model, reference)
 
 
-class _RecomputedTwice(nn.Module):
+def _recomputed_twice() -> nn.Module:
     """One block in two reentrant checkpoints, which reduce it once each."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.last = Block(), Block()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(own: Any, x: Tensor) -> Tensor:
         for _ in range(2):
-            x = checkpoint(self.block, x, use_reentrant=True)
-        return self.last(x)
+            x = checkpoint(own.block, x, use_reentrant=True)
+        return own.last(x)
+
+    return Parts(run, block=Block(), last=Block())
 
 
 @on_ranks(2)
 def test_hooks_and_steps_in_backward_come_once_however_often_a_unit_was_reduced() -> None:
     x = mlp_batches(1)[0][dist.get_rank()].requires_grad_()
-    model = zero3(_RecomputedTwice, Block)
-    gradients = zero3(_RecomputedTwice, Block)
+    model = zero3(_recomputed_twice, Block)
+    gradients = zero3(_recomputed_twice, Block)
     loss_of(gradients(x)).backward()
     ran: list[Tensor] = []
     weight = model.block.up.weight
@@ -234,7 +216,7 @@ def test_hooks_and_steps_in_backward_come_once_however_often_a_unit_was_reduced(
     assert_bitwise(ran[0], gradients.block.up.weight.grad, "the sum of both reductions")
     assert_bitwise(together[0][1], gradients.last.up.bias.grad)
 
-    stepped = zero3(_RecomputedTwice, Block)
+    stepped = zero3(_recomputed_twice, Block)
     optimizer = _sgd(stepped.parameters())
     num_steps: list[int] = []
     optimizer.register_step_post_hook(lambda *_: num_steps.append(len(num_steps)))

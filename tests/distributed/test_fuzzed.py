@@ -37,6 +37,7 @@ from layerzero import (
 from layerzero.checkpoint import CheckpointError, load, save
 from layerzero.checkpoint.__main__ import verify
 from layerzero.checkpoint.format.folder import resolve
+from tests.harness.models import Parts
 from tests.harness.ranks import on_ranks, run_ranks
 
 NAMES = (
@@ -397,16 +398,8 @@ TEXTS = (
 )
 
 
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-        self.outer = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.inner:
-            x = layer(x)
-        return self.outer(x)
+def wrapped() -> nn.Module:
+    return Parts(inner=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), outer=nn.Linear(3, 2))
 
 
 def odd_argument(rng: random.Random) -> Any:
@@ -425,12 +418,12 @@ def build(rng: random.Random, _: Path) -> Callable[[], Any]:
         arguments[name] = odd_argument(rng)
     if rng.random() < 0.1:
         arguments[rng.choice(("reshard_after", "mp_policy", "timeouts", "x" * 3000))] = 1
-    return lambda: ZeRO3(Wrapped(), **arguments)
+    return lambda: ZeRO3(wrapped(), **arguments)
 
 
 def make_plan(rng: random.Random, _: Path) -> Callable[[], Any]:
     plan = mutate_json(rng, PLAN)
-    return lambda: shard_with_plan(Wrapped(), ShardingPlan.from_dict(plan))
+    return lambda: shard_with_plan(wrapped(), ShardingPlan.from_dict(plan))
 
 
 def read_yaml(rng: random.Random, folder: Path) -> Callable[[], Any]:
@@ -441,12 +434,12 @@ def read_yaml(rng: random.Random, folder: Path) -> Callable[[], Any]:
     elif rng.random() < 0.2:
         text = rng.choice(TEXTS).encode()
     path.write_bytes(text)
-    return lambda: shard_with_plan(Wrapped(), ShardingPlan.from_yaml(path))
+    return lambda: shard_with_plan(wrapped(), ShardingPlan.from_yaml(path))
 
 
 def check_arguments(seeds: range, folder: Path) -> list[str]:
     problems: list[str] = []
-    ZeRO3(Wrapped())
+    ZeRO3(wrapped())
     with limited_memory(problems):
         for seed in seeds:
             for make in (build, make_plan, read_yaml):

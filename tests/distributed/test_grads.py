@@ -31,6 +31,7 @@ from tests.harness.models import (
     WIDTH,
     Block,
     Mlp,
+    Parts,
     TiedAcrossUnits,
     Transformer,
     tensors_of,
@@ -80,19 +81,14 @@ def test_every_toy_model_trains_bitwise_like_one_process(world_size: int, optimi
                         assert_bitwise(left.clone(), right.clone(), "output")
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
-        self.bias = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs() + self.bias
-
-
 @on_ranks(2)
 def test_a_complex_parameter_has_the_gradient_of_the_reference() -> None:
-    trained_alike(Complex)
+    def build() -> nn.Module:
+        weight = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
+        run = lambda own, x: (x.to(torch.complex64) @ own.weight).abs() + own.bias  # noqa: E731
+        return Parts(run, weight=weight, bias=nn.Parameter(torch.randn(3)))
+
+    trained_alike(build)
 
 
 # A tied parameter stays one parameter: one name, one gradient, which is the sum over its uses -----

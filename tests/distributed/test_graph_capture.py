@@ -5,8 +5,6 @@ On the simulated device, whose graphs are tests/harness/simulated_graphs.py. Mos
 process whose peers send what it does; some, and all of `make soak`, on real ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -60,13 +58,7 @@ class Run(NamedTuple):
     device: SimulatedDevice
 
 
-def run(
-    program: Program,
-    by: str,
-    steps: int,
-    group: Any,
-    **settings: Any,
-) -> Run:
+def run(program: Program, by: str, steps: int, group: Any, **settings: Any) -> Run:
     """`by`: "capture" captures steps, "graph" has the program make graphs, "" neither."""
     captured: list[CapturedStep | OwnGraph] = []
 

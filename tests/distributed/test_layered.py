@@ -285,10 +285,7 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"zero3_size": 3}, "zero3_size: expected a divisor of the group size 4, got 3"),
         ({"process_group": cube}, r"a mesh of 3 axes \(2, 2, 1\); expected one axis"),
-        (
-            {"process_group": mesh, "zero3_size": 4},
-            "zero3_size: expected 2 as in the mesh, got 4",
-        ),
+        ({"process_group": mesh, "zero3_size": 4}, "zero3_size: expected 2 as in the mesh, got 4"),
     ]
     for options, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -18,7 +18,7 @@ import layerzero
 from layerzero import MixedPrecision, MixedPrecisionPolicy, ZeRO3, notices
 from tests.harness.checks import assert_same_parameters, recorded_warnings
 from tests.harness.compare import trained_alike, zero3
-from tests.harness.models import WIDTH, Block, Mlp, Transformer
+from tests.harness.models import WIDTH, Block, Mlp, Parts, Transformer
 from tests.harness.ranks import on_ranks
 from tests.harness.reference import after_an_evaluation, full_gradients, on_meta, own_batch, seeded
 
@@ -82,21 +82,14 @@ def test_a_forward_that_changes_its_parameters_is_refused() -> None:
     _acts_later()
 
 
-class _Replaces(nn.Module):
-    """Replaces a parameter of a unit before it calls it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.block.up.weight = nn.Parameter(torch.zeros_like(self.block.up.weight))
-        return self.block(x)
+def _replaces(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    own.block.up.weight = nn.Parameter(torch.zeros_like(own.block.up.weight))
+    return own.block(x)
 
 
 @on_ranks(2)
 def test_a_forward_that_replaces_a_parameter_of_a_unit_that_it_calls_is_refused() -> None:
-    model = zero3(_Replaces, Block)
+    model = zero3(lambda: Parts(_replaces, block=Block()), Block)
     before = [*model.parameters()]
     for use in (model, torch.no_grad()(model)):
         with pytest.raises(RuntimeError, match=r"the forward replaced 'block.up.weight'"):
@@ -244,28 +237,25 @@ def test_equal_numbers_drawn_for_unequal_parts_warn_once() -> None:
                 assert "begin with the same numbers" in text and "summon_full_params" in text
 
 
-class Regular(nn.Module):
+def regular() -> nn.Module:
     """Values that a program has on purpose: copies, equal rows, and rows that rise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        expert = torch.randn(24, 24)
-        self.fused = nn.Parameter(expert.repeat(8, 1, 1))
-        self.experts = nn.ParameterList(expert.clone() for _ in range(5))
-        self.steps = nn.Parameter(torch.arange(24.0).repeat(24, 1))
-        self.ramp = nn.Parameter(torch.linspace(0, 1, 576).view(24, 24))
-        eight_bits = expert.to(torch.float8_e4m3fn)  # In which torch draws nothing.
-        self.frozen = nn.Parameter(eight_bits, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.fused.mean(0) + sum(self.experts) + self.steps + self.ramp)
+    expert = torch.randn(24, 24)
+    eight_bits = expert.to(torch.float8_e4m3fn)  # In which torch draws nothing.
+    return Parts(
+        lambda own, x: x @ (own.fused.mean(0) + sum(own.experts) + own.steps + own.ramp),
+        fused=nn.Parameter(expert.repeat(8, 1, 1)),
+        experts=nn.ParameterList(expert.clone() for _ in range(5)),
+        steps=nn.Parameter(torch.arange(24.0).repeat(24, 1)),
+        ramp=nn.Parameter(torch.linspace(0, 1, 576).view(24, 24)),
+        frozen=nn.Parameter(eight_bits, requires_grad=False),
+    )
 
 
 def _drawn_into_shards(
     how: str, is_reversed: bool = False, dtype: torch.dtype | None = None
 ) -> list[str]:
     """Warnings of the first training forward: meta device, shard, values, without `to_empty`."""
-    build = Regular if how == "regular" else lambda: Transformer(tied=False)
+    build = regular if how == "regular" else lambda: Transformer(tied=False)
     full = seeded(build).state_dict()
     model = on_meta(build)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

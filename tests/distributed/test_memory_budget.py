@@ -28,7 +28,7 @@ from layerzero.memory_budget import MemoryChoice
 from layerzero.memory_budget.learner import Learned, Settings
 from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import Measured, _threads_counted, measure
-from tests.harness.models import tensors_of
+from tests.harness.models import Parts, tensors_of
 from tests.harness.planned_models import CASES, Batch, Block, Tower
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks, run_ranks
 from tests.harness.recording import logged
@@ -440,22 +440,18 @@ class Experts(nn.ModuleList):
         return torch.cat([e(part) for e, part in zip(self, x.chunk(len(self)), strict=True)])
 
 
-class Mixture(nn.Module):
+def mixture(depth: int = 2, hidden: int = 128) -> nn.Module:
     """Layers of a dense block and experts."""
 
-    def __init__(self, depth: int = 2, hidden: int = 128) -> None:
-        super().__init__()
-        self.stem = nn.Linear(96, 96)
-        self.dense = nn.ModuleList(Block(96, 192) for _ in range(depth))
-        self.experts = nn.ModuleList(
-            Experts(Block(96, hidden) for _ in range(2)) for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for dense, experts in zip(self.dense, self.experts, strict=True):
+    def run(own: Any, x: Tensor) -> Tensor:
+        x = own.stem(x)
+        for dense, experts in zip(own.dense, own.experts, strict=True):
             x = experts(dense(x))
         return x
+
+    dense = nn.ModuleList(Block(96, 192) for _ in range(depth))
+    experts = nn.ModuleList(Experts(Block(96, hidden) for _ in range(2)) for _ in range(depth))
+    return Parts(run, stem=nn.Linear(96, 96), dense=dense, experts=experts)
 
 
 @cache
@@ -475,7 +471,7 @@ def _with_experts(ep: int, num_outer: int = 1, hidden: int = 128, **of: Any) -> 
 
         return {**of, "auto_wrap_policy": policy}
 
-    make = partial(Mixture, hidden=hidden)
+    make = partial(mixture, hidden=hidden)
     return Wish(make, lambda: ((torch.randn(16, 96),), {}), "adamw", arguments)
 
 

@@ -25,6 +25,7 @@ from tests.harness.models import (
     WIDTH,
     Block,
     Mlp,
+    Parts,
     Transformer,
     TransformerBlock,
     loss_of,
@@ -148,31 +149,21 @@ def test_norms_named_by_class_stay_in_float32() -> None:
     _train("transformer", precision)
 
 
-class _Probe(nn.Module):
+def _look(own: Any, x: Tensor) -> Tensor:
+    weight = own.layer.weight
+    seen = {"input": x, "weight": weight, "offset": own.offset, "count": own.count}
+    own.seen = {name: tensor.dtype for name, tensor in seen.items()}
+    return own.layer(x.to(weight.dtype)) + own.offset
+
+
+def _probe() -> nn.Module:
     """Tells what it sees in forward."""
-
-    offset: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("offset", torch.zeros(WIDTH))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = {
-            "input": x.dtype,
-            "weight": self.layer.weight.dtype,
-            "offset": self.offset.dtype,
-            "count": self.count.dtype,
-        }
-        return self.layer(x.to(self.layer.weight.dtype)) + self.offset
+    offset, count = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.zeros((), dtype=torch.long))
+    return Parts(_look, layer=nn.Linear(WIDTH, WIDTH), offset=offset, count=count)
 
 
 def _dtypes(**precision: Any) -> dict[str, torch.dtype]:
-    model = zero3(_Probe, mixed_precision=MixedPrecision(**precision))
+    model = zero3(_probe, mixed_precision=MixedPrecision(**precision))
     batch = torch.zeros(2, WIDTH, requires_grad=True)
     output = model(batch)
     output.sum().backward()
@@ -241,23 +232,15 @@ def test_outputs_of_a_float32_module_have_the_dtype_of_the_last_input_that_was_c
         assert norm(None, torch.arange(WIDTH)).dtype == torch.float32, "nothing to go back to"
 
 
-class _Large(nn.Module):
-    """The gradient of each element is its input: sums over ranks leave the range of float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
-
-
 @on_ranks(2)
 def test_means_in_float16_do_not_overflow_where_sums_would() -> None:
+    """The gradient of each element is its input: sums over ranks leave the range of float16."""
     precision = MixedPrecision(reduce_dtype=torch.float16)
     for group in (None, make_plain_group(timedelta(seconds=25))):
         for options in ({}, {"zero3_size": 1}):
-            model = ZeRO3(_Large(), group, mixed_precision=precision, **options)
+            weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+            large = Parts(lambda own, x: (own.weight * x).sum(), weight=weight)
+            model = ZeRO3(large, group, mixed_precision=precision, **options)
             for number in (1, 2):  # 60000 and 120000 in all: above 65504
                 with model.no_sync() if number == 1 else contextlib.nullcontext():
                     model(torch.tensor(30000.0)).backward()

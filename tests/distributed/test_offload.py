@@ -151,10 +151,7 @@ def _storages_resized_to_their_size() -> None:
 
 def _registered_exactly() -> None:
     runtime = FakeRuntime()
-    with (
-        mock.patch.object(host, "get_device_module", lambda _: runtime),
-        simulated_device(),
-    ):
+    with mock.patch.object(host, "get_device_module", lambda _: runtime), simulated_device():
         model = sharded(CASES["mlp"], offload=OffloadPolicy(params=True))
     shards = [h.main_shard for unit in inner_units(model) for h in unit.handles]
     assert runtime.held == {shard.data_ptr(): shard.nbytes for shard in shards}

@@ -25,7 +25,7 @@ from layerzero.parallel.pipeline import ZeRO3PipelineStage
 from tests.harness.checks import assert_close_in_float64, error_in_time, named
 from tests.harness.compare import assert_trains_alike
 from tests.harness.internals import desync, inner_units, root_state
-from tests.harness.models import WIDTH, Block, Routed, loss_of
+from tests.harness.models import WIDTH, Block, Parts, Routed, loss_of
 from tests.harness.plain_backend import make_plain_group
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import counted_exchanges, recorded_operations, regions_of
@@ -388,13 +388,10 @@ class Tower(nn.Module):
         self.act = nn.Tanh()
 
 
-class Towers(nn.Module):
+class Towers(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.vision = Tower()
-        self.audio = Tower(1)
-        self.trunk = Block()
-        self.head = nn.Linear(WIDTH, 3)
+        towers = {"vision": Tower(), "audio": Tower(1)}
+        super().__init__(**towers, trunk=Block(), head=nn.Linear(WIDTH, 3))
 
 
 UNITS = {"auto_wrap_policy": {Tower, Block}}
@@ -442,23 +439,20 @@ def test_units_at_and_under_optional_modules_are_their_regions() -> None:
             assert regions(model, outer if is_outer else inner) == VISION
 
 
-class Tied(nn.Module):
+def tied(how: str) -> nn.Module:
     """Block 0 of the tower and the whole other tower share a parameter."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.other = Tower(1)
-        self.tower = Tower()
-        if how == "in the tower":
-            self.tower.blocks[0].up.weight = self.tower.blocks[1].up.weight
-        elif how == "with the other":
-            self.tower.blocks[0].up.weight = self.other.blocks[0].up.weight
-        else:
-            self.tower.part = self.other.blocks[0]
-        if how == "a parameter of the other":
-            self.other.blocks[0].up.weight = nn.Parameter(torch.ones(7, WIDTH))
-            self.other.extra = nn.Linear(WIDTH, 7)
-            self.other.extra.weight = self.other.blocks[0].up.weight
+    other, tower = Tower(1), Tower()
+    if how == "in the tower":
+        tower.blocks[0].up.weight = tower.blocks[1].up.weight
+    elif how == "with the other":
+        tower.blocks[0].up.weight = other.blocks[0].up.weight
+    else:
+        tower.part = other.blocks[0]
+    if how == "a parameter of the other":
+        other.blocks[0].up.weight = nn.Parameter(torch.ones(7, WIDTH))
+        other.extra = nn.Linear(WIDTH, 7)
+        other.extra.weight = other.blocks[0].up.weight
+    return Parts(other=other, tower=tower)
 
 
 @on_ranks(2)
@@ -472,7 +466,7 @@ def test_units_outside_that_optional_modules_use_are_regions_of_their_own() -> N
         # Used under the optional module, of a unit outside.
         ("a parameter of the other", {"other": "other", "other.blocks.0": "tower"}),
     ):
-        model = seeded(lambda how=how: Tied(how))
+        model = seeded(lambda how=how: tied(how))
         assert regions(model, model.tower) == tower | more, how
     model = nn.Sequential(nn.Embedding(3, WIDTH), Block(), nn.Linear(WIDTH, 3, bias=False))
     model[2].weight = model[0].weight  # All that it has, every rank needs.

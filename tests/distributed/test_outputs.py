@@ -19,6 +19,7 @@ from tests.harness.models import (
     WIDTH,
     Block,
     Mlp,
+    Parts,
     StructuredBlock,
     StructuredOutputs,
     tensors_of,
@@ -73,25 +74,22 @@ _ALLOWED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-class _Watched(nn.Module):
+def _watched(kind: str) -> nn.Module:
     """Outputs that autograd may treat in a special way; `kind` picks one."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.first, self.second = Block(), Block()
+    def run(own: Any, x: Tensor) -> Tensor:
+        hidden = own.first(x)
+        changed = _ALLOWED[kind](hidden, x)
+        return own.second(changed if isinstance(changed, Tensor) else hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        changed = _ALLOWED[self.kind](hidden, x)
-        return self.second(changed if isinstance(changed, Tensor) else hidden)
+    return Parts(run, first=Block(), second=Block())
 
 
 @on_ranks(2)
 def test_the_caller_may_do_with_an_output_what_autograd_allows() -> None:
     for kind in _ALLOWED:
         with named(kind):
-            trained_alike(partial(_Watched, kind), Block)
+            trained_alike(partial(_watched, kind), Block)
 
 
 _VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -226,21 +224,18 @@ class Streaming(nn.Module):
         return x
 
 
-class Consumer(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.stream = Streaming(kind)
-        self.between = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((self.between(part) for part in self.stream(x)), torch.zeros(()))
+def _consume(own: nn.Module, x: Tensor) -> Tensor:
+    return sum((own.between(part) for part in own.stream(x)), torch.zeros(()))
 
 
 @on_ranks(2)
 def test_generators_are_outputs() -> None:
     for kind in ("map", "islice", "generator"):
         for units in ((Streaming, Block), (Streaming,), (Block,), ()):
-            trained_alike(partial(Consumer, kind), *units)
+            build = partial(
+                lambda kind: Parts(_consume, stream=Streaming(kind), between=Block()), kind
+            )
+            trained_alike(build, *units)
 
     run = backward_of(lambda model, batch: sum(part.square().mean() for part in model(batch)))
     trained_alike(partial(Streaming, "generator"), Block, run=run)
@@ -250,23 +245,21 @@ class Lent(nn.Linear):
     """A unit whose weight two ranks share."""
 
 
-class Borrowing(nn.Module):
+def borrowing(as_classes: bool = False) -> nn.Module:
     """Uses the weight of a child without calling it: too few of its rows are there."""
 
-    def __init__(self, as_classes: bool = False) -> None:
-        super().__init__()
-        self.block, self.lent, self.as_classes = Block(), Lent(WIDTH, 64), as_classes
+    def run(own: Any, x: Tensor) -> Tensor:
+        logits = nn.functional.linear(own.block(x), own.lent.weight)
+        last = torch.full((len(x),), own.lent.out_features - 1)
+        return nn.functional.cross_entropy(logits, last) if as_classes else logits
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits = nn.functional.linear(self.block(x), self.lent.weight)
-        last = torch.full((len(x),), self.lent.out_features - 1)
-        return nn.functional.cross_entropy(logits, last) if self.as_classes else logits
+    return Parts(run, block=Block(), lent=Lent(WIDTH, 64))
 
 
 @on_ranks(2)
 def test_an_error_about_shapes_says_which_parameters_are_full_and_what_to_do() -> None:
-    classes = zero3(partial(Borrowing, True), Block, Lent, layout="rows")
-    for model, error in ((zero3(Borrowing, Block, Lent), RuntimeError), (classes, IndexError)):
+    classes = zero3(partial(borrowing, True), Block, Lent, layout="rows")
+    for model, error in ((zero3(borrowing, Block, Lent), RuntimeError), (classes, IndexError)):
         with pytest.raises(
             error,
             match=r"(?s)root unit: only this unit's own parameters are full here.*call the module "
@@ -274,9 +267,9 @@ def test_an_error_about_shapes_says_which_parameters_are_full_and_what_to_do() -
         ) as raised:
             model(torch.randn(2, WIDTH))
         assert str(raised.value).count("those of other units are shards") == 1
-    together = zero3(Borrowing)
+    together = zero3(borrowing)
     x = torch.randn(2, WIDTH)
-    assert_bitwise(together(x), seeded(Borrowing)(x), "in one unit")
+    assert_bitwise(together(x), seeded(borrowing)(x), "in one unit")
     with pytest.raises(RuntimeError) as raised:
         together(torch.randn(2, WIDTH + 1))
     assert "shard" not in str(raised.value)

@@ -165,10 +165,7 @@ def test_lora_on_split_layers_trains_merges_and_is_saved_as_of_one_process(tmp_p
     everything = functools.partial(_adapted, "all-linear")
     options = {"lora_bias": True, "modules_to_save": ["lm_head"]}
     biased = functools.partial(_adapted, ["v_proj", "o_proj"], **options)
-    for in_sequence, tp_plan, make in (
-        (True, None, everything),
-        (False, "model", biased),
-    ):
+    for in_sequence, tp_plan, make in ((True, None, everything), (False, "model", biased)):
         manager = ParallelManager(tp_size=2, sequence_parallel=in_sequence)
         model, plain = manager.parallelize(seeded(make), tp_plan=tp_plan), seeded(make)
         split = {n for n, p in model.named_parameters() if p.layerzero.tensor_parallel}

@@ -23,13 +23,9 @@ from torch.distributed.pipelining import (
 
 from layerzero import ZeRO3
 from layerzero.parallel import ZeRO3PipelineStage, clip_grad_norm_, gather_as_scheduled
-from tests.harness.checks import (
-    assert_close_in_float64,
-    assert_same_on_all_ranks,
-    named,
-)
+from tests.harness.checks import assert_close_in_float64, assert_same_on_all_ranks, named
 from tests.harness.internals import inner_units
-from tests.harness.models import WIDTH, Block
+from tests.harness.models import WIDTH, Block, Parts
 from tests.harness.random_models import WIDTH as INNER_WIDTH
 from tests.harness.random_models import Branches, random_model
 from tests.harness.random_programs import settings_of_passes
@@ -42,23 +38,15 @@ UNITS = 3
 """Of each part: two blocks, and what is left."""
 
 
-class Part(nn.Module):
+class Part(Parts):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.out(self.blocks(x)))
+        blocks, out = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, WIDTH)
+        super().__init__(blocks=blocks, out=out, act=nn.Tanh())
 
 
-class Whole(nn.Module):
+class Whole(Parts):
     def __init__(self, num_parts: int) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(*(Part() for _ in range(num_parts)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parts(x)
+        super().__init__(parts=nn.Sequential(*(Part() for _ in range(num_parts))))
 
 
 class Pipeline:

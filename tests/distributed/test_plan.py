@@ -103,9 +103,7 @@ def test_options_of_patterns_win_over_defaults_and_those_of_later_ones_over_earl
     assert by_fqn["layers.1"].options.mixed_precision.param_dtype is torch.bfloat16
     assert by_fqn["layers.1"].output_dtype is None, "the model's output is not a layer's"
     assert by_fqn["layers.1.attn"].options.mixed_precision == MixedPrecision(
-        param_dtype=torch.float32,
-        reduce_dtype=bf16.reduce_dtype,
-        output_dtype=torch.bfloat16,
+        param_dtype=torch.float32, reduce_dtype=bf16.reduce_dtype, output_dtype=torch.bfloat16
     )
     # A whole mixed_precision takes nothing over.
     assert by_fqn["head"].options.mixed_precision == MixedPrecision(param_dtype=torch.float16)

@@ -164,10 +164,11 @@ class _Rounded(Run):
             assert_within(gradient.reshape(-1), expected, bound, name)
 
 
-def _train(seed: int, make: Callable[[int], Run] = Run, actions: Sequence[str] = ACTIONS) -> None:
+def train(seed: int, make: Callable[[int], Run] = Run, actions: Sequence[str] = ACTIONS) -> Run:
     run = make(seed)
     with named(run.log):
         run.train([*actions])
+    return run
 
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -180,26 +181,26 @@ PRECISIONS = [
 """None: under autocast."""
 
 
-def _train_rounded(seed: int) -> None:
+def train_rounded(seed: int) -> Run:
     actions = ["nothing", "freeze", "unshard", "reshards", "gather", "write", "write"]
     precision = PRECISIONS[seed % len(PRECISIONS)]
     casts = precision is None or precision.cast_forward_inputs
     make = functools.partial(_Rounded, precision=precision)
-    _train(seed, make, [*actions, *["raise"] * casts])
+    return train(seed, make, [*actions, *["raise"] * casts])
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(300, 308)), (4, range(500, 502))])
 def test_random_models_in_low_precision_train_as_one_process(
     world_size: int, seeds: range, on_each_seed: Any
 ) -> None:
-    on_each_seed(world_size, _train_rounded, seeds, fresh=True)
+    on_each_seed(world_size, train_rounded, seeds, fresh=True)
 
 
 @pytest.mark.parametrize(("world_size", "seeds"), [(2, range(8)), (4, range(100, 104))])
 def test_random_models_train_like_one_process(
     world_size: int, seeds: range, on_each_seed: Any
 ) -> None:
-    on_each_seed(world_size, _train, seeds, fresh=True)
+    on_each_seed(world_size, train, seeds, fresh=True)
 
 
 def _train_and_save(seed: int, root: str) -> None:
@@ -261,7 +262,7 @@ class _Apart(Run):
             each[0].requires_grad_(True)  # Else ranks differ in whether they go backward.
 
 
-def _train_apart(seed: int, group: str) -> None:
+def train_apart(seed: int, group: str = "named") -> Run:
     """`group`: "named"; "plain": messages carry no name; "device": that, and on a device."""
     given: dict[str, Any] = {}
     if group != "named":
@@ -271,8 +272,9 @@ def _train_apart(seed: int, group: str) -> None:
         *("states", "retain", "input_gradient", "phase", "not_finite", "join", "keep_graph"),
     ]
     with simulated_device() if group == "device" else contextlib.nullcontext() as device:
-        _train(seed, functools.partial(_Apart, **given), actions)
+        run = train(seed, functools.partial(_Apart, **given), actions)
         assert device is None or device.findings == []
+    return run
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def _train_apart(seed: int, group: str) -> None:
 def test_random_models_whose_ranks_take_other_ways_train_like_one_process(
     world_size: int, seeds: range, group: str, on_each_seed: Any
 ) -> None:
-    on_each_seed(world_size, _train_apart, seeds, group)
+    on_each_seed(world_size, train_apart, seeds, group)
 
 
 def _train_on_a_device(seed: int) -> None:
@@ -304,7 +306,7 @@ def _train_on_a_device(seed: int) -> None:
             "arena": False,
         }
         make = functools.partial(Run, start="given", **given)
-        _train(seed, make, ["nothing", "raise", "freeze", "join"])
+        train(seed, make, ["nothing", "raise", "freeze", "join"])
         assert device.findings == []
 
 

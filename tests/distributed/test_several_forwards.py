@@ -30,7 +30,7 @@ from tests.harness.compare import (
     zero3,
 )
 from tests.harness.internals import inner_units
-from tests.harness.models import CASES, WIDTH, Block, Mlp, loss_of
+from tests.harness.models import CASES, WIDTH, Block, Mlp, Parts, loss_of
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import observed, recorded_operations
 from tests.harness.reference import (
@@ -92,34 +92,30 @@ def test_micro_batches_of_a_pipeline_give_the_summed_gradient() -> None:
             assert_trains_alike(model, reference, batches, regrouped=True, **how)
 
 
-class _Moco(nn.Module):
+def _moco(assigns: bool) -> nn.Module:
     """Its forward writes the weights of a second encoder, from those of the first alone: the one
     process beside runs it for the batch of each rank."""
 
-    def __init__(self, assigns: bool) -> None:
-        super().__init__()
-        self.own = nn.Sequential(Block(), Block())
-        self.momentum = nn.Sequential(Block(), Block()).requires_grad_(False)
-        self.assigns = assigns
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.own(x)
+    def run(own: Any, x: Tensor) -> Tensor:
+        query = own.first(x)
         with torch.no_grad():
-            pairs = zip(self.own.parameters(), self.momentum.parameters(), strict=True)
-            for new, old in pairs:
-                if self.assigns:
+            for new, old in zip(own.first.parameters(), own.second.parameters(), strict=True):
+                if assigns:
                     old.data = new.data * 0.5
                 else:
                     old.data.copy_(new.data).mul_(0.5)
-            key = self.momentum(x)
+            key = own.second(x)
         return query * key
+
+    first, second = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
+    return Parts(run, first=first, second=second.requires_grad_(False))
 
 
 @pytest.mark.parametrize("assigns", [False, True])
 @on_ranks(2)
 def test_a_forward_may_write_the_weights_of_a_momentum_encoder(assigns: bool) -> None:
     for options in ({}, {"zero3_size": 1}):
-        trained_alike(partial(_Moco, assigns), Block, **options)
+        trained_alike(partial(_moco, assigns), Block, **options)
 
 
 _BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -382,14 +378,11 @@ class ReadsNumbers(Block):
         return super().forward(x) * float(self.seen[0, 0] == self.up.weight[0, 0])
 
 
-class Top(nn.Module):
-    def __init__(self, build: type[Block]) -> None:
-        super().__init__()
-        self.first, self.second = build(), Block()
+def top(build: type[Block]) -> nn.Module:
+    def run(own: Any, x: Tensor) -> Tensor:
+        return own.second(own.first(MappingProxyType({"x": x}) if build is Maps else x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        is_map = isinstance(self.first, Maps)
-        return self.second(self.first(MappingProxyType({"x": x}) if is_map else x))
+    return Parts(run, first=build(), second=Block())
 
 
 @on_ranks(2)
@@ -398,12 +391,12 @@ def test_blocks_do_what_torch_allows_with_hooks_modes_and_numbers() -> None:
     for build in (OwnHook, EnablesGrad, Maps, ReadsNumbers):
         for options in ({}, {"zero3_size": 1}):
             given = {"batches": steps, "run": after_an_evaluation, **options}
-            trained_alike(partial(Top, build), Block, **given)
+            trained_alike(partial(top, build), Block, **given)
     # Where the full buffer is a copy in another dtype that lives for a step.
     losses = []
     for build in (Block, ReadsNumbers):
         wide = MixedPrecision(param_dtype=torch.float64)
-        model = zero3(partial(Top, build), Block, zero3_size=1, mixed_precision=wide)
+        model = zero3(partial(top, build), Block, zero3_size=1, mixed_precision=wide)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses += train_rank(model, optimizer, steps, dist.get_rank())
     assert losses[: len(steps)] == losses[len(steps) :]
@@ -487,15 +480,10 @@ def test_weights_assigned_amid_a_step_are_noticed_by_a_rank_without_any_of_them(
         assert_bitwise(own, expected, "output")
 
 
-class _TwoHeads(nn.Module):
+def _two_heads() -> nn.Module:
     """Both heads are parameters of one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor, self.critic = Block(), Block()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(x).square().mean(), self.critic(x).square().mean()
+    heads = {"actor": Block(), "critic": Block()}
+    return Parts(lambda own, x: [each(x).square().mean() for each in own.children()], **heads)
 
 
 def _steps_between_two_backwards(
@@ -549,7 +537,7 @@ def test_a_graph_goes_backward_after_other_weights_of_its_unit_were_written() ->
         (partial(WholeTensorOptimizer, optimizer_class=torch.optim.SGD, lr=0.1), sgd),
     ):
         for options in ({}, {"zero3_size": 1}):
-            ours, plain = zero3(_TwoHeads, **options), seeded(_TwoHeads)
+            ours, plain = zero3(_two_heads, **options), seeded(_two_heads)
             _steps_between_two_backwards(ours, build, batch)
             _steps_between_two_backwards(plain, plain_build, batch)
             if build is not native or HAS_FMA:

@@ -27,13 +27,7 @@ from layerzero.state_dict import full_tensors
 from tests.harness.checks import assert_bitwise, assert_same_parameters
 from tests.harness.compare import linears
 from tests.harness.internals import inner_units
-from tests.harness.models import (
-    WIDTH,
-    Block,
-    FrozenParts,
-    Mlp,
-    loss_of,
-)
+from tests.harness.models import WIDTH, Block, Mlp, frozen_parts, loss_of
 from tests.harness.ranks import KeptRanks, on_ranks
 from tests.harness.recording import observed, recorded_operations
 from tests.harness.saved_models import OPTIMIZERS, State, assert_same, build, everything, train
@@ -58,7 +52,7 @@ class Renamed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.module = FrozenParts()
+        self.module = frozen_parts()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)
@@ -82,7 +76,7 @@ def test_a_model_may_name_things_otherwise_in_its_state_dict() -> None:
     expected = {name.removeprefix("module."): value for name, value in _full(model).items()}
     full = checkpoint.get_model_state_dict(model, full=True)
     assert_same_parameters(full, expected)
-    FrozenParts().load_state_dict(full)
+    frozen_parts().load_state_dict(full)
     other, _ = build(Renamed, 1, in_groups=True)
     checkpoint.set_model_state_dict(other, full)
     assert_same_parameters(_full(other), _full(model))

@@ -61,27 +61,27 @@ from tests.harness.stream_uses import (
 )
 
 MAKING_WHOLE_TENSORS = {
-    *("tolist in gather_bytes", "tensor in gather_bytes", "copy_ in gather_bytes"),
-    *("_local_scalar_dense in agree_on_group_names", "tolist in OwnerGroup.__init__"),
-    *("tolist in _held", "tolist in Exchange.bounds"),
+    *(f"{what} in exchanges.gather_bytes" for what in ("tolist", "tensor", "copy_")),
+    *("_local_scalar_dense in new_groups.agree_on_group_names", "tolist in owners.__init__"),
+    *("tolist in owners._held", "tolist in compare.bounds"),
 }
 """Once for each optimizer of whole tensors: ranks compare what it was given."""
 BY_DESIGN = {
-    "tolist in FirstForward.written": "the first forward is looked at, once a model",
-    "equal in EqualDraws.found": "the same",
-    "copy_ in flags_tensor": "a rank misses a gradient: it tells the others",
-    "tolist in exchange_presence.<locals>.answer": "and has to know what they had",
+    "tolist in first_forward.written": "the first forward is looked at, once a model",
+    "equal in first_forward.found": "the same",
+    "copy_ in presence.flags_tensor": "a rank misses a gradient: it tells the others",
+    "tolist in presence.answer": "and has to know what they had",
 }
 """What blocks the host after a model is wrapped -> why."""
 BY_DESIGN_OFFLOADED = {
-    "tolist in FirstForward.written": BY_DESIGN["tolist in FirstForward.written"],
-    "equal in EqualDraws.found": BY_DESIGN["equal in EqualDraws.found"],
-    "tolist in _orders": "the same, where a part was written after the model was sharded",
-    "synchronize of an event on offload in GradientReducer._add_parts": "an optimizer on the host "
-    "reads gradients",
-    "synchronize of an event on pre_unshard in RuntimeContext.wait_for_uploads": "an optimizer on "
+    "tolist in first_forward.written": BY_DESIGN["tolist in first_forward.written"],
+    "equal in first_forward.found": BY_DESIGN["equal in first_forward.found"],
+    "tolist in first_forward._orders": "the same, where a part was written after sharding",
+    "synchronize of an event on offload in reducer._add_parts": "an optimizer on the host reads "
+    "gradients",
+    "synchronize of an event on pre_unshard in context.wait_for_uploads": "an optimizer on "
     "the host may write weights once forward has returned",
-    "copy_ in _begin.<locals>.finish": "whole tensors on the host are stepped there",
+    "copy_ in stepping.finish": "whole tensors on the host are stepped there",
 }
 FREED = {
     ("full buffer", "unshard"),

@@ -46,6 +46,7 @@ from tests.harness.checks import (
 from tests.harness.compare import assert_follows
 from tests.harness.decoder import VOCAB, Attention, Decoder, DecoderLayer, GatedMlp
 from tests.harness.internals import inner_units
+from tests.harness.models import Parts
 from tests.harness.ranks import on_ranks
 from tests.harness.recording import full_nbytes, gathered, recorded_operations, reduced
 from tests.harness.reference import (
@@ -112,10 +113,7 @@ def grid(num_data: int) -> DeviceMesh:
 
 
 def wrapped(
-    mesh: DeviceMesh,
-    in_sequence: bool = True,
-    build: Callable[[], Llama] = Llama,
-    **options: Any,
+    mesh: DeviceMesh, in_sequence: bool = True, build: Callable[[], Llama] = Llama, **options: Any
 ) -> ZeRO3:
     model = parallelize(seeded(build), mesh["tp"], in_sequence)
     options.setdefault("auto_wrap_policy", {DecoderLayer})
@@ -276,40 +274,36 @@ def test_a_unit_is_gathered_once_into_leaves_that_stay() -> None:
     assert len(operations) == 1, "one gather over data-parallel ranks"
 
 
-class _OnGrid(nn.Module):
+def _on_grid(mesh: DeviceMesh | None = None) -> nn.Module:
     """Parameters on a mesh of two axes, in unequal parts: 2, 1 or no axis cuts them."""
+    generator = torch.Generator().manual_seed(0)
+    placements = {
+        "weight": ((5, 3), (Shard(0), Shard(1))),
+        "rows": ((5, 3), (Shard(0), Shard(0))),
+        "gain": ((5,), (Replicate(), Shard(0))),
+        "bias": ((5,), (Replicate(), Replicate())),
+        "single": ((1,), (Shard(0), Replicate())),  # nothing on two of the ranks
+    }
+    values = {k: torch.randn(at[0], generator=generator) for k, at in placements.items()}
+    if mesh is not None:
+        values = {k: distribute_tensor(v, mesh, placements[k][1]) for k, v in values.items()}
+    values["scale"] = torch.tensor(0.7)
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        placements = {
-            "weight": ((5, 3), (Shard(0), Shard(1))),
-            "rows": ((5, 3), (Shard(0), Shard(0))),
-            "gain": ((5,), (Replicate(), Shard(0))),
-            "bias": ((5,), (Replicate(), Replicate())),
-            "single": ((1,), (Shard(0), Replicate())),  # nothing on two of the ranks
-        }
-        for name, (shape, placed) in placements.items():
-            value = torch.randn(shape, generator=generator)
-            if mesh is not None:
-                value = distribute_tensor(value, mesh, placed)
-            self.register_parameter(name, nn.Parameter(value))
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.mesh = mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.mesh is not None:
-            x = DTensor.from_local(x, self.mesh, [Replicate()] * 2, run_check=False)
-        out = x @ (self.weight * self.rows).T * self.gain * self.single + self.bias
+    def run(own: Any, x: Tensor) -> Tensor:
+        if mesh is not None:
+            x = DTensor.from_local(x, mesh, [Replicate()] * 2, run_check=False)
+        out = x @ (own.weight * own.rows).T * own.gain * own.single + own.bias
         out = out.full_tensor() if isinstance(out, DTensor) else out
-        return (out * self.scale).square().mean()
+        return (out * own.scale).square().mean()
+
+    return Parts(run, **{name: nn.Parameter(value) for name, value in values.items()})
 
 
 @on_ranks(4, in_float64=True)
 def test_a_mesh_of_two_axes_works() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
-    plain = _OnGrid()
-    model = ZeRO3(_OnGrid(mesh["a", "b"]), process_group=mesh["dp"])
+    plain = _on_grid()
+    model = ZeRO3(_on_grid(mesh["a", "b"]), process_group=mesh["dp"])
     splits = {name: p.layerzero.tensor_parallel for name, p in model.named_parameters()}
     assert splits.pop("scale") is None
     copies = {name: split.num_copies for name, split in splits.items()}
@@ -351,13 +345,9 @@ def test_what_ranks_draw_on_the_meta_device_is_equal_over_both_axes_and_trains()
         follows(own, plain, mesh, "from meta", steps=1)
 
 
-class _Two(nn.Module):
+def _two(first: Tensor, second: Tensor) -> nn.Module:
     """Two parameters, either of which a test makes a DTensor of its own."""
-
-    def __init__(self, first: Tensor, second: Tensor) -> None:
-        super().__init__()
-        self.first = nn.Parameter(first)
-        self.second = nn.Parameter(second)
+    return Parts(first=nn.Parameter(first), second=nn.Parameter(second))
 
 
 @on_ranks(4)
@@ -374,12 +364,12 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
     assert dist.get_process_group_ranks(crossed) == swapped
     strided = _StridedShard(0, split_factor=2)
     cases: list[tuple[str, nn.Module, Any]] = [
-        (r"'second'.*Partial.*redistribute", _Two(plain, on(tp, Partial())), dp),
-        (r"'first'.*expected Shard\(dim\)", _Two(on(tp, strided), plain), dp),
-        (r"one mesh.*'first'.*'second'", _Two(on(tp, Shard(0)), on(dp, Shard(0))), dp),
-        (r"'first'.*process_group=mesh\[\"dp\"\]", _Two(on(tp, Shard(0)), plain), None),
-        (r"it shares ranks", _Two(on(tp, Replicate()), plain), mesh),
-        (r"position \([01],\), where rank \d has", _Two(on(tp, Shard(0)), plain), crossed),
+        (r"'second'.*Partial.*redistribute", _two(plain, on(tp, Partial())), dp),
+        (r"'first'.*expected Shard\(dim\)", _two(on(tp, strided), plain), dp),
+        (r"one mesh.*'first'.*'second'", _two(on(tp, Shard(0)), on(dp, Shard(0))), dp),
+        (r"'first'.*process_group=mesh\[\"dp\"\]", _two(on(tp, Shard(0)), plain), None),
+        (r"it shares ranks", _two(on(tp, Replicate()), plain), mesh),
+        (r"position \([01],\), where rank \d has", _two(on(tp, Shard(0)), plain), crossed),
     ]
     for message, module, group in cases:
         with pytest.raises(ValueError, match=message):
@@ -387,9 +377,9 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes() -> None:
         assert all(sharded_param.numel() for sharded_param in module.parameters()), (
             "nothing was changed"
         )
-    inner = ZeRO3(_Two(on(tp, Shard(0)), plain), process_group=dp)
+    inner = ZeRO3(_two(on(tp, Shard(0)), plain), process_group=dp)
     with pytest.raises(ValueError, match="one mesh"):
-        ZeRO3(nn.Sequential(inner, _Two(on(dp, Shard(0)), plain)), process_group=dp)
+        ZeRO3(nn.Sequential(inner, _two(on(dp, Shard(0)), plain)), process_group=dp)
     model = parallelize(seeded(Llama), tp, True)
     own = ZeRO3(model, process_group=dp, ignored_modules=[model.lm_head])
     forward_backward(own, batches(1, 1)[0][0])
@@ -511,23 +501,18 @@ def test_torchs_context_parallel_attention_is_used_or_refused() -> None:
         assert F.scaled_dot_product_attention is before
 
 
-class _Heads(nn.Module):
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.head_dim = 4
-        self.q_proj = nn.Linear(8, num_heads * 4)
-
-
-class _Odd(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = _Heads(3)
-        self.up = nn.Linear(8, 5)
-        self.down = nn.Linear(5, 8)
-        self.norm = nn.LayerNorm(8)
-        self.table = nn.Embedding(8, 8)
-        self.head = nn.Linear(8, 8)
-        self.head.weight = self.table.weight
+def _odd() -> nn.Module:
+    table = nn.Embedding(8, 8)
+    module = Parts(
+        attention=Parts(head_dim=4, q_proj=nn.Linear(8, 12)),
+        up=nn.Linear(8, 5),
+        down=nn.Linear(5, 8),
+        norm=nn.LayerNorm(8),
+        table=table,
+        head=nn.Linear(8, 8),
+    )
+    module.head.weight = table.weight
+    return module
 
 
 @on_ranks(2)
@@ -537,10 +522,10 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
     for message, plan in [
         (r"expected 'auto', 'llama', 'model', a mapping.*got 'lama'", "lama"),
         (r"'no.such.PLAN' cannot be imported: No module named 'no'", "no.such.PLAN"),
-        (r"does not fit _Odd: it has no module.*self_attn.q_proj", "auto"),
-        (r"_Odd has no tensor-parallel plan", "model"),
+        (r"does not fit Parts: it has no module.*self_attn.q_proj", "auto"),
+        (r"Parts has no tensor-parallel plan", "model"),
         (r"'up': layerzero has no tensor-parallel style 'colwize'.*'rowwise'", {"up": "colwize"}),
-        (r"'upp' matches no module of _Odd, whose children are \['attention'", {"upp": "colwise"}),
+        (r"'upp' matches no module of Parts, whose children are \['attention'", {"upp": "colwise"}),
         (r"'up.weight' names a parameter", {"up.weight": "colwise"}),
         (r"none of \['up'\] splits a module", {"up": "replicate"}),
         (r"up: tp_size=2 does not divide its out_features=5", {"up": "colwise"}),
@@ -549,13 +534,13 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
         (r"tp_size=2 does not divide its 3 heads .*=12, head_dim=4", {"attention.*": "colwise"}),
         (r"'table.weight' and 'head.weight' are tied.*dim=1.*dim=0.*styles that split", tied),
     ]:
-        module = _Odd()
+        module = _odd()
         with pytest.raises(ValueError, match=message):
             manager.parallelize(module, tp_plan=plan)
         changed = any(isinstance(parameter, DTensor) for parameter in module.parameters())
         assert changed == (plan is tied)
     with pytest.raises(TypeError, match="expected a mapping from module names"):
-        manager.parallelize(_Odd(), tp_plan={"up": ColwiseParallel})
+        manager.parallelize(_odd(), tp_plan={"up": ColwiseParallel})
     with pytest.raises(ValueError, match="is a DTensor already"):
         mlp = parallelize_module(GatedMlp(), manager.mesh["tp"], {"up_proj": ColwiseParallel()})
         manager.parallelize(mlp, tp_plan={"gate_proj": "colwise"})
@@ -569,20 +554,17 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes() -> None:
         in_sequence.parallelize(GatedMlp(), tp_plan={"up_proj": "colwise"})
 
 
-class _Small(nn.Module):
+def _small() -> nn.Module:
     """Something split, something frozen, a tie, an attribute; and a module of another class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 8)
-        self.norm = nn.LayerNorm(8).requires_grad_(False)
-        self.mlp = GatedMlp()
-        self.head = nn.Linear(8, 8, bias=False)
-        self.head.weight = self.embedding.weight
-        self.mlp.up_proj.weight.is_marked = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mlp(self.norm(self.embedding(x)))).square().mean()
+    module = Parts(
+        embedding=nn.Embedding(8, 8),
+        norm=nn.LayerNorm(8).requires_grad_(False),
+        mlp=GatedMlp(),
+        head=nn.Linear(8, 8, bias=False),
+    )
+    module.head.weight = module.embedding.weight
+    module.mlp.up_proj.weight.is_marked = True
+    return module
 
 
 SMALL = {
@@ -599,14 +581,14 @@ HERE = f"{__name__}.SMALL"  # as recipes of NeMo name a plan
 def test_ties_freezing_attributes_and_equal_values_survive_the_split() -> None:
     torch.manual_seed(dist.get_rank())  # values of the first rank count, also of what is not split
     manager = ParallelManager(tp_size=2)
-    module = _Small()
+    module = _small()
     nn.init.normal_(module.norm.weight)
     model = manager.parallelize(module, tp_plan=SMALL)
     assert model.head.weight is model.embedding.weight
     assert not model.norm.weight.requires_grad and model.mlp.up_proj.weight.requires_grad
     assert model.mlp.up_proj.weight.is_marked
     torch.manual_seed(0)
-    plain = _Small()
+    plain = _small()
     nn.init.normal_(plain.norm.weight)
     assert_same_parameters(full_parameters(model), full_parameters(plain), what="the first rank's")
     assert_follows(model, plain, [[torch.arange(8).view(2, 4)]], place=0)
@@ -629,9 +611,9 @@ def test_the_managers_options_go_to_every_model() -> None:
         assert manager.mixed_precision == low
         plan = ShardingPlan(apply_modules=["mlp"], defaults={"timeout": TIMEOUT})
         for model in (
-            manager.parallelize(_Small(), plan, tp_plan=SMALL),
+            manager.parallelize(_small(), plan, tp_plan=SMALL),
             manager.parallelize(
-                _Small(), tp_plan=HERE, auto_wrap_policy={GatedMlp}, reduction=ReductionPolicy()
+                _small(), tp_plan=HERE, auto_wrap_policy={GatedMlp}, reduction=ReductionPolicy()
             ),
         ):
             assert [unit.fqn for unit in units(model)] == ["", "mlp"]
@@ -641,7 +623,7 @@ def test_the_managers_options_go_to_every_model() -> None:
             for part in model.modules():
                 if hasattr(part, "weight"):
                     part.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight))
-            model(torch.arange(8).view(2, 4)).backward()
+            model(torch.arange(8).view(2, 4)).square().mean().backward()
             assert len(seen) == 6 and {weight.dtype for weight in seen} == {torch.bfloat16}
             assert {isinstance(weight, DTensor) for weight in seen} == {manager.sizes.tp > 1}
             gradients = {p.grad.dtype for p in model.parameters() if p.requires_grad}
@@ -649,7 +631,7 @@ def test_the_managers_options_go_to_every_model() -> None:
             placement = inner_units(model)[0].handles[0].placement
             assert placement.shard_group.size == 1
             assert placement.num_ranks == manager.data_mesh.size()
-        module = _Small()
+        module = _small()
         with pytest.raises(TypeError, match=r"\['timeout'\] and a plan"):
             manager.parallelize(module, plan, tp_plan=SMALL, timeout=TIMEOUT)
         with pytest.raises(TypeError, match="expected a ShardingPlan"):

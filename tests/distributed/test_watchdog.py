@@ -510,13 +510,7 @@ def _phases(kind: str, folder: Path) -> str | None:
     return error_in_time(lambda: passes(model), LIMIT_S + 7.0)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gloo, briefly",
-        pytest.param("plain", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", ["gloo, briefly", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_longer_pause_passes_in_a_phase_and_is_an_error_outside(
     kind: str, tmp_path: Path
 ) -> None:

@@ -462,10 +462,7 @@ def _differing(model: ZeRO3, rank: int) -> Iterable[tuple[Callable[[], Any], str
         r"arguments differ between ranks: rank 1 has 'blocks.0.up.bias' of shape \(7,\) .*, where "
         "rank 0 has no other argument",
     )
-    yield (
-        lambda: whole(parameters, lr=0.1 * (1 + rank)),
-        "has lr=0.2, where rank 0 has lr=0.1",
-    )
+    yield (lambda: whole(parameters, lr=0.1 * (1 + rank)), "has lr=0.2, where rank 0 has lr=0.1")
     yield lambda: whole(parameters if rank else parameters[::-1]), "where rank 0 has 'head.weight'"
     yield (
         lambda: whole([parameters, [*parameters, parameters[0]]][rank]),

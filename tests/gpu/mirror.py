@@ -96,11 +96,7 @@ class Wires:
     """Carries the engine's collectives over one rank's real group; subclasses say what arrives."""
 
     def __init__(
-        self,
-        device: torch.device,
-        sleep_cycles: int = 0,
-        seed: int = 0,
-        link: Link | None = None,
+        self, device: torch.device, sleep_cycles: int = 0, seed: int = 0, link: Link | None = None
     ) -> None:
         """`link`: how long bytes take; None: as long as a copy within the device."""
         self.device = device

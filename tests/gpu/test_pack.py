@@ -13,13 +13,7 @@ import torch
 from layerzero.ops import Segments, ordered_sum_, pack_, reference
 from layerzero.optim import step_ops
 from layerzero.optim.step_ops import StepTensors, run_steps
-from tests.ops.truth import (
-    DTYPES,
-    assert_same_bits,
-    concatenate,
-    random_values,
-    special_values,
-)
+from tests.ops.truth import DTYPES, assert_same_bits, concatenate, random_values, special_values
 
 pytestmark = pytest.mark.gpu
 

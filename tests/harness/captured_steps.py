@@ -108,16 +108,6 @@ def _waiting(model: ZeRO3) -> Tensor:
     return output
 
 
-class _Descent(torch.optim.Optimizer):
-    """Writes parameters by operators that count versions; torch's fused ones do not."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(parameter.grad, alpha=-group["lr"])
-
-
 def _train(
     model: ZeRO3,
     wrap: Wrap,
@@ -176,7 +166,8 @@ def an_option_that_is_a_number(model: ZeRO3, wrap: Wrap, steps: int) -> list[Ten
 
 def a_graph_of_older_weights(model: ZeRO3, wrap: Wrap, steps: int) -> list[Tensor]:
     """torch refuses the backward of a forward whose weights were written since: also by a graph."""
-    optimizer = _Descent(model.parameters(), {"lr": 0.1, "capturable": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    optimizer.param_groups[0]["capturable"] = True
     train = wrap(_step_of(model, optimizer), SAMPLE)
     found = []
     for number in range(steps):

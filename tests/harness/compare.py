@@ -99,9 +99,8 @@ def assert_trains_alike(
     """Train both; each loss, gradient and parameter is compared at each step. Collective.
 
     Bitwise, but for gradients that are `regrouped`: these are as close as the order of a sum
-    allows, and the reference goes on with those of the model. So no error grows over the steps, and
-    losses and parameters are bitwise then, too. Each rank compares its own parts, and what
-    `summon_full_params` shows once, at the end: so nothing comes between two steps.
+    allows, and the reference goes on with those of the model. Each rank compares its own parts, and
+    what `summon_full_params` shows once, at the end: so nothing comes between two steps.
 
     Args:
         model: wrapped; trained on this rank's part of `batches` [step][rank].
@@ -223,11 +222,7 @@ def trained_alike(
     reduction: str = "mean",
     **options: Any,
 ) -> ZeRO3:
-    """Wrap what `build` returns (see `zero3`), and train it beside that: see `assert_trains_alike`.
-
-    Returns:
-        The trained model.
-    """
+    """Wrap what `build` returns (see `zero3`), and train it beside that (`assert_trains_alike`)."""
     model, given = zero3(build, *units, **options), (optimizer, run, reference_run, regrouped)
     assert_trains_alike(model, seeded(build), batches, *given, reduction)
     return model
@@ -255,15 +250,10 @@ def _bits(model: nn.Module) -> bytes:
 
 
 def assert_same_gradients(
-    model: nn.Module,
-    reference: nn.Module,
-    terms: Terms | None = None,
-    what: str = "gradient of",
+    model: nn.Module, reference: nn.Module, terms: Terms | None = None, what: str = "gradient of"
 ) -> None:
-    """This rank's parts. None where the reference has None, or a micro-batch waits for others.
-
-    Bitwise, or with the `terms` of the reference as close as their sum in another order.
-    """
+    """This rank's parts; with the `terms` of the reference as close as their sum in another order.
+    None where the reference has None, or a micro-batch waits for others."""
     bounds = None if terms is None else terms.bounds(reference)
     _assert_own_gradients(model, full_gradients(reference), bounds, what)
 
@@ -308,11 +298,7 @@ def assert_norm_of_gradients(
 
 
 def assert_clips(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the gradients. Collective.
-
-    Returns:
-        Their norm, which is right, and by which they are scaled: bitwise.
-    """
+    """Clip the gradients; their norm is right, and scales them bitwise. Collective."""
     before = full_gradients(model)
     norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
     assert norm.dim() == 0

@@ -38,9 +38,9 @@ def measure(
 ) -> Measured:
     """The most that lives in any step after a first one. Collective.
 
-    How late a thread of gloo frees what a reduction held depends on the machine, and so does the
-    peak: a plan has the highest. So `steps` run as they come, and then two in which a reduction
-    is finished only once something waits for it. `resting` is without the batch.
+    How late a thread of gloo frees what a reduction held depends on the machine: a plan has the
+    highest peak. So two more steps finish a reduction only once something waits for it. `resting`
+    is without the batch.
     """
     count = StorageCount()
     with count.watching(), _threads_counted(count):

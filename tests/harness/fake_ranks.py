@@ -56,11 +56,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 def run_fake_ranks(
     ranks: Sequence[int], world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> list[Any]:
-    """`fn(*args)` as each of `ranks`, one after the other in one process beside this one.
-
-    Returns:
-        What each returned.
-    """
+    """`fn(*args)` as each of `ranks`, one after the other in one process beside this one."""
     return kept(1, _each, ranks, world_size, fn, args, timeout=timeout)[0]
 
 
@@ -97,10 +93,7 @@ def _each(ranks: Sequence[int], world_size: int, fn: Callable[..., Any], args: A
 def run_mirrored(
     rank: int, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
 ) -> Any:
-    """`fn(*args)` as `rank`, whose peers send what it does: values are those of a run that repeats.
-
-    As `run_fake_ranks` it takes no time to wait for a peer.
-    """
+    """`fn(*args)` as `rank`, whose peers send what it does: values are of a run that repeats."""
     [found] = run_fake_ranks((rank,), world_size, _mirrored, fn, args, timeout=timeout)
     return found
 

@@ -6,6 +6,7 @@ what a sweep needs to know.
 """
 
 import dataclasses
+import functools
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.engines import TransformerBlock
 
 WIDTH = 5
 
@@ -68,42 +71,24 @@ class Mlp(nn.Module):
         return self.head(x)
 
 
-class TransformerBlock(nn.Module):
-    """RMSNorm, rotary causal attention, SwiGLU."""
+class Parts(nn.Module):
+    """Modules, parameters and others by name. Its forward is `run(self, ...)`; without one, the
+    modules run in order."""
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, run: Callable[..., Any] | None = None, **parts: Any) -> None:
         super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.proj = nn.Linear(width, width, bias=False)
-        self.mlp_norm = nn.RMSNorm(width)
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self._run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(
-            _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
-        )
-        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    cos, sin = rotation[:, : x.shape[-2]].to(x.dtype)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is not None:
+            return self._run(self, *args, **kwargs)
+        return functools.reduce(lambda x, part: part(x), self._modules.values(), *args)
 
 
 class Transformer(nn.Module):
     """Decoder over `vocab` symbols; takes [batch, length + 1] integers, returns the loss."""
-
-    rotation: Tensor
 
     def __init__(
         self,
@@ -112,7 +97,6 @@ class Transformer(nn.Module):
         heads: int = 2,
         layers: int = 3,
         hidden: int = 40,
-        max_length: int = 32,
         tied: bool = True,
     ) -> None:
         super().__init__()
@@ -123,11 +107,6 @@ class Transformer(nn.Module):
         nn.init.normal_(self.embed.weight, std=1 / math.sqrt(width))
         if tied:
             self.head.weight = self.embed.weight
-        half = width // heads // 2
-        angles = torch.outer(torch.arange(max_length), 1e4 ** (-torch.arange(half) / half))
-        self.register_buffer(
-            "rotation", torch.stack([angles.cos(), angles.sin()]), persistent=False
-        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -135,24 +114,20 @@ class Transformer(nn.Module):
     def hidden(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = layer(x, self.rotation)
+            x = layer(x)
         return self.norm(x)
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self.head(self.hidden(tokens))
 
 
-class TiedBlock(nn.Module):
+class TiedBlock(Parts):
     """Two layers of one block share their weight."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        second.weight = first.weight
+        super().__init__(first=first, act=nn.Tanh(), second=second)
 
 
 class Stack(nn.Module):
@@ -179,31 +154,21 @@ class TiedAcrossUnits(Stack):
         self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
-class SharedModule(nn.Module):
+def shared_module() -> nn.Module:
     """One module under two names, used under both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = Block()
-        self.middle = Block()
-        self.other = self.one
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.middle(self.one(x)))
+    one = Block()
+    return Parts(one=one, middle=Block(), other=one)
 
 
-class RepeatedModule(nn.Module):
+def repeated_module() -> nn.Module:
     """One block called several times in a forward, with another one between."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.between = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(own: Any, x: Tensor) -> Tensor:
         for _ in range(3):
-            x = self.between(self.block(x))
-        return self.block(x)
+            x = own.between(own.block(x))
+        return own.block(x)
+
+    return Parts(run, block=Block(), between=Block())
 
 
 class Routed(nn.Module):
@@ -234,18 +199,14 @@ class Adapter(nn.Module):
         return x + torch.tanh(self.base(x) + self.high(self.low(x)))
 
 
-class FrozenParts(nn.Module):
+def frozen_parts() -> nn.Module:
     """A frozen unit at the start, one amid trainable ones, and units that are half frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = Block().requires_grad_(False)
-        self.adapters = nn.Sequential(Adapter(), Adapter())
-        self.middle = Block().requires_grad_(False)
-        self.head = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.middle(self.adapters(self.encoder(x))))
+    return Parts(
+        encoder=Block().requires_grad_(False),
+        adapters=nn.Sequential(Adapter(), Adapter()),
+        middle=Block().requires_grad_(False),
+        head=Block(),
+    )
 
 
 class MixedDtypeBlock(nn.Module):
@@ -293,22 +254,17 @@ class OddShapes(Stack):
         return super().forward(x) + self.shift
 
 
-class UnusedParts(nn.Module):
+def unused_parts() -> nn.Module:
     """A block that never runs, a layer that never runs in a block that does, a lost output."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Block()
-        self.unused = Block()
-        self.half_used = Block()
-        self.half_used.never = nn.Linear(WIDTH, WIDTH)
-        self.lost = Block()
-        self.last = Block()
+    def run(own: Any, x: Tensor) -> Tensor:
+        x = own.half_used(own.first(x))
+        own.lost(x)
+        return own.last(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.half_used(self.first(x))
-        self.lost(x)
-        return self.last(x)
+    parts = {each: Block() for each in ("first", "unused", "half_used", "lost", "last")}
+    parts["half_used"].never = nn.Linear(WIDTH, WIDTH)
+    return Parts(run, **parts)
 
 
 class Branches(nn.Module):
@@ -327,19 +283,14 @@ class Branches(nn.Module):
         return x
 
 
-class NoParameters(nn.Module):
+def no_parameters() -> nn.Module:
     """Units without a parameter of their own, and a buffer."""
-
-    offset: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.activation = nn.Sequential(nn.Tanh(), nn.Dropout(0.0))
-        self.register_buffer("offset", torch.full((WIDTH,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.block(x)) + self.offset
+    return Parts(
+        lambda own, x: own.activation(own.block(x)) + own.offset,
+        block=Block(),
+        activation=nn.Sequential(nn.Tanh(), nn.Dropout(0.0)),
+        offset=nn.Buffer(torch.full((WIDTH,), 0.5)),
+    )
 
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -427,14 +378,14 @@ _CASES = (
     Case("transformer_untied", lambda: Transformer(tied=False), (TransformerBlock,), tokens),
     Case("tied_in_unit", TiedInUnit, (TiedBlock,), rows),
     Case("tied_across_units", TiedAcrossUnits, (Block,), rows),
-    Case("shared_module", SharedModule, (Block,), rows),
-    Case("repeated_module", RepeatedModule, (Block,), rows),
-    Case("frozen_parts", FrozenParts, (Block, Adapter), rows),
+    Case("shared_module", shared_module, (Block,), rows),
+    Case("repeated_module", repeated_module, (Block,), rows),
+    Case("frozen_parts", frozen_parts, (Block, Adapter), rows),
     Case("mixed_dtypes", MixedDtypes, (MixedDtypeBlock,), rows),
     Case("odd_shapes", OddShapes, (OddShapesBlock,), rows),
-    Case("unused_parts", UnusedParts, (Block,), rows),
+    Case("unused_parts", unused_parts, (Block,), rows),
     Case("branches", Branches, (Block,), path_and_rows),
-    Case("no_parameters", NoParameters, (Block, nn.Sequential), rows),
+    Case("no_parameters", no_parameters, (Block, nn.Sequential), rows),
     *(_structured(kind) for kind in OUTPUT_KINDS),
 )
 CASES = {case.name: case for case in _CASES}

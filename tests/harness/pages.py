@@ -27,11 +27,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def run_blocks(blocks: Sequence[str], title: str, folder: str, **more: Any) -> dict[str, Any]:
-    """Run the blocks in one namespace, with the names that docs/howto/recipes.md introduces.
-
-    Returns:
-        The namespace afterwards.
-    """
+    """Run the blocks in one namespace, with the names that docs/howto/recipes.md introduces."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     names = {
         "torch": torch,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness.models import Block, Transformer, TransformerBlock
+from tests.harness.models import Block, Parts, Transformer, TransformerBlock
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -31,30 +31,23 @@ class Tower(nn.Module):
         return self.head(x)
 
 
-class Adapted(nn.Module):
+def _adapted() -> nn.Module:
     """Frozen blocks with small trainable matrices beside them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower = Tower().requires_grad_(False)
-        self.small = nn.ModuleList(Block(96, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.tower.stem(x)
-        for block, small in zip(self.tower.blocks, self.small, strict=True):
+    def run(own: Any, x: Tensor) -> Tensor:
+        x = own.tower.stem(x)
+        for block, small in zip(own.tower.blocks, own.small, strict=True):
             x = block(x) + small(x)
-        return self.tower.head(x)
+        return own.tower.head(x)
+
+    small = nn.ModuleList(Block(96, 8) for _ in range(4))
+    return Parts(run, tower=Tower().requires_grad_(False), small=small)
 
 
-class Repeated(nn.Module):
+def _repeated() -> nn.Module:
     """One block, called three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(96, 192), nn.Linear(96, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.block(self.block(x))))
+    block = Block(96, 192)
+    return nn.Sequential(block, block, block, nn.Linear(96, 7))
 
 
 class Structured(nn.Module):
@@ -85,7 +78,7 @@ def _gpt(length: int, tied: bool = False) -> Case:
     """Of two sequences, on which a model returns its loss."""
 
     def make() -> nn.Module:
-        return Transformer(199, 64, heads=4, hidden=256, max_length=length, tied=tied)
+        return Transformer(199, 64, heads=4, hidden=256, tied=tied)
 
     return Case(make, {TransformerBlock}, lambda: ((torch.randint(0, 199, (2, length + 1)),), {}))
 
@@ -100,8 +93,8 @@ CASES: dict[str, Case] = {
     "gpt": _gpt(32),
     "long gpt": _gpt(255),
     "tied gpt": _gpt(32, tied=True),
-    "adapted": Case(Adapted, {Block}, _rows(16)),
-    "repeated": Case(Repeated, {Block}, _rows(64)),
+    "adapted": Case(_adapted, {Block}, _rows(16)),
+    "repeated": Case(_repeated, {Block}, _rows(64)),
     "structured": Case(
         Structured,
         {Block},

@@ -24,15 +24,9 @@ def call_alone(
     environment: dict[str, str] | None = None,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Call `fn(*args)` in a new interpreter, where `SystemExit` and other exceptions end it as they
-    end a program.
-
-    Args:
-        fn: a function of a module, which is imported from the repository.
-        cwd: its working directory.
-        environment: added to that of this process.
-        timeout: seconds, after which it is killed, and an error.
-    """
+    """Call a function of a module, imported from the repository, in a new interpreter, where
+    `SystemExit` and other exceptions end it as they end a program; `environment` is added to that
+    of this process."""
     paths = os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", _CALL, pickle.dumps((fn, args)).hex(), str(cwd)],

@@ -1,7 +1,5 @@
 """Random models: parts that are used in several ways, or not at all; tied, frozen, nested."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

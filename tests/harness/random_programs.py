@@ -4,8 +4,6 @@ table, and actions from another.
 In float64, so that the order of sums does not matter: what differs is an error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

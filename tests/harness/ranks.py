@@ -1,22 +1,12 @@
 """Run functions on several ranks, each a process, and always come back.
 
-The ranks are forked from a server that has torch loaded already, meet through a file (no ports, so
-tests may run side by side) and have a gloo default group.
-
-Three ways, the shortest first:
-
-- `@on_ranks(2)` above a test whose body runs on ranks that the tests of a file share, or with
-  `fresh=True` on new ones; `of_all_ranks` shows each rank what all have;
-- the fixture `ranks`: `ranks(2, fn)`, on the same ranks, for a test of several sizes;
-- `run_ranks(2, fn)`: on new ranks, for a test that kills one or changes the process for good.
+docs/internals/testing.md says which of `on_ranks`, the fixture `ranks` and `run_ranks` is for what.
 
 Note [A rank's life]: a rank runs a function and sends its value or its traceback. Where it
 returned, it waits for the next function, or to be released, so that no peer loses a connection
 because this rank was faster. Where it raised, it leaves at once, so that peers that wait for it see
 it go; the next test of the file starts new ranks.
 """
-
-from __future__ import annotations
 
 import contextlib
 import datetime
@@ -71,15 +61,12 @@ def run_ranks(
     expect_exit: Mapping[int, int] | None = None,
     in_float64: bool = False,
 ) -> list[Any]:
-    """Call `fn(*args)` on `world_size` ranks, in an initialised default group.
-
-    Each rank has one thread and seed 0.
+    """Call `fn(*args)` on new ranks.
 
     Args:
-        fn: a function of a module (it is pickled by name). `dist.get_rank()` tells it who it is.
+        fn: a function of a module (it is pickled by name).
         args: pickled; the same for every rank.
-        timeout: seconds for the whole group. A rank that is not done by then is asked for its
-            stack, killed and reported.
+        timeout: seconds for the whole group.
         expect_exit: rank to the exit code it must end with (negative: the signal that kills it).
             Such a rank must not return; the others go on without it.
         in_float64: makes that the default dtype of models and batches, for comparisons by
@@ -89,8 +76,7 @@ def run_ranks(
         What each rank returned, in rank order; None for the ranks of `expect_exit`.
 
     Raises:
-        AssertionError: a rank raised, died, hung, or did not end as expected. It tells for each
-            rank its state, exit code, traceback and output.
+        AssertionError: a rank raised, died, hung, or did not end as expected.
     """
     group = Ranks(world_size, timeout, expect_exit)
     values = group.call(fn, *args, timeout=timeout, in_float64=in_float64)
@@ -105,17 +91,8 @@ def on_ranks(
     in_float64: bool = False,
     fresh: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test whose body runs on ranks, see `KeptRanks`.
-
-    Args:
-        world_size: how many; None: what the test's argument `world_size` says.
-        timeout: seconds for the body.
-        in_float64: see `run_ranks`.
-        fresh: on new ranks, for a test that changes them for good.
-
-    The test's arguments (parameters and fixtures) are pickled, so `tmp_path` is one path on all
-    ranks.
-    """
+    """Decorate a test whose body runs on ranks, see `KeptRanks`, or on `fresh` ones. Its arguments
+    are pickled; `world_size` None: one of them says how many."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
@@ -148,10 +125,7 @@ def of_all_ranks(value: Any) -> list[Any]:
 class KeptRanks:
     """Groups of ranks, one of each size, that the tests of a file share: the fixture `ranks`.
 
-    A start takes as long as a small test, most of it for what a process does for the first time.
-    Each call begins with the seeds, notices and dtype of a new process. What a test changes beyond
-    these and constants of the package's modules (environment, classes, loggers) stays: such a test
-    undoes it, or calls `run_ranks`.
+    Each call begins with the seeds, notices, dtype and module constants of a new process.
     """
 
     def __init__(self) -> None:
@@ -165,11 +139,7 @@ class KeptRanks:
         return group.call(fn, *args, **options)
 
     def close(self) -> None:
-        """End all ranks.
-
-        Raises:
-            AssertionError: a rank did not end well.
-        """
+        """End all ranks; an AssertionError if one did not end well."""
         with contextlib.ExitStack() as stack:
             while self._groups:
                 stack.callback(self._groups.popitem()[1].close)
@@ -179,10 +149,7 @@ class Ranks:
     """One group of ranks, which calls one function after another; closed when one failed."""
 
     def __init__(
-        self,
-        world_size: int,
-        timeout: float = 60.0,
-        expect_exit: Mapping[int, int] | None = None,
+        self, world_size: int, timeout: float = 60.0, expect_exit: Mapping[int, int] | None = None
     ) -> None:
         self.closed = False
         self._what = "nothing"  # which function was called last
@@ -221,11 +188,7 @@ class Ranks:
         return [member.value() for member in self._members]
 
     def close(self) -> None:
-        """Let all ranks leave.
-
-        Raises:
-            AssertionError: one failed, or did not leave.
-        """
+        """Let all ranks leave; an AssertionError if one failed, or did not."""
         if self.closed:
             return
         try:

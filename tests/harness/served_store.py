@@ -8,15 +8,9 @@ import torch.distributed as dist
 
 
 def serve_store(host: int, folder: Path) -> None:
-    """Make the default group again, with a store that rank `host` serves. Collective.
-
-    The harness's own store is a file: it outlives every rank, and a limit on the sizes of files
-    cuts what is written to it.
-
-    Args:
-        folder: where they find one another; the same on all ranks, and without files of a call
-            before.
-    """
+    """Make the default group again, with a store that rank `host` serves; `folder` is empty, and
+    the same on all ranks. Collective. The harness's own store, a file, outlives every rank, and a
+    limit on the sizes of files cuts what is written to it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     path = folder / "port"

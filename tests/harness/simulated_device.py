@@ -1,19 +1,8 @@
 """A device with streams, simulated on CPU, that finds accesses which no wait puts in order.
 
-The engine runs its code for devices: streams are side streams, collectives are queued, the host
-does not wait. Every operation really runs at once, on CPU, so results are right; beside that, each
-access of memory is noted with a vector clock of its stream (simulated_streams.py), and checked
-(simulated_memory.py).
-
-The host is in the picture too. Memory that `HostMemory` gave out, what Python numbers became
-(`torch.tensor`), and what is computed from these, is the host's; operations on it alone run on the
-host at once, and must come after every access that a stream has of it. What blocks the host until
-the device has come to it is listed.
-
-All other memory is that of one device, and its index is not that of the host's current device: what
-forgets to name the model's device gets streams of another.
-
-docs/internals/streams.md says what it models and what it cannot see.
+Every operation really runs at once, on CPU, so results are right; beside that, each access of
+memory is noted with a vector clock of its stream (simulated_streams.py), and checked
+(simulated_memory.py). docs/internals/streams.md says what it models and what it cannot see.
 """
 
 from __future__ import annotations
@@ -50,7 +39,7 @@ from tests.harness.internals import (
 )
 from tests.harness.recording import observed
 from tests.harness.simulated_graphs import Graph
-from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, qualified_name
+from tests.harness.simulated_memory import _ENGINE, MemoryWatch, Use, allocated_by, place_of
 from tests.harness.simulated_streams import Clock, Event, Host, HostStream, Stream
 
 __all__ = ["Event", "HostWait", "SimulatedDevice", "Stream", "simulated_device"]
@@ -122,7 +111,7 @@ def _engine_function() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_ENGINE) and not file.endswith(("comm/streams.py", "watch/events.py")):
-            return qualified_name(frame.f_code)
+            return place_of(frame.f_code)
         frame = frame.f_back
     return ""
 
@@ -248,11 +237,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     @contextmanager
     def graph(
-        self,
-        graph: Graph,
-        pool: object = None,
-        stream: Stream | None = None,
-        **_: object,
+        self, graph: Graph, pool: object = None, stream: Stream | None = None, **_: object
     ) -> Iterator[None]:
         """As torch's: without a stream, on one of its own."""
         current = self._stream

@@ -2,11 +2,7 @@
 
 A capture executes nothing on a device. Here its operations do run, so that the rest of the capture
 has tensors of the right kinds; when it ends, memory of before it, and the random generator, get
-back what they held. Memory that is allocated in a capture is that of its pool: it stays as long as
-the graph, and a replay uses it again, whatever became of the tensors. Memory of before it is used
-at the address that it had: a replay finds a fault if it was freed or moved since.
-
-A replay runs the recorded operations and collectives, and no Python of the engine.
+back what they held. docs/internals/streams.md says what a replay does, and what it reports.
 """
 
 import ctypes

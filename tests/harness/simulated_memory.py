@@ -7,8 +7,6 @@ leave the pool altogether as soon as that stream is done: so the stream itself m
 use when the memory is freed.
 """
 
-import functools
-import inspect
 import sys
 import weakref
 from collections import Counter
@@ -24,30 +22,30 @@ from torch import Tensor
 from tests.harness.simulated_streams import Stream
 
 _NAMES = {
-    "FlatParam.__init__": "main shard",
-    "FlatParam._make_full": "full buffer",
-    "FlatParam.make_compute_shard": "compute shard",
-    "FlatParam.allocate_compute_shard": "compute shard",
-    "FlatParam.allocate_full": "full buffer",
-    "FlatParam.keep_shard": "shard kept for backward",
-    "FlatParam.write_compute_slice": "staged main shard",
-    "GradientSums.allocate_buffer": "gradient buffer",
-    "GradientBuffer.collect": "gradient buffer",
-    "GradientSums.add_to_sum": "gradient buffer",
-    "Arena._add": "arena",
-    "GradientSums.add_host_sum_to": "staged sum",
-    "GradientSums.add_sharded": "sharded sum",
-    "Reduction._allocate_chunk": "reduced chunk",
-    "Reduction._add_up_on_host": "reduced chunk",
-    "Reduction._download": "reduced chunk",
-    "Reduction._start_hops.<locals>.hops": "sum between hops",
-    "reduce_scatter": "sum of a hop",
-    "_all_to_all": "received parts",
-    "exchange_in_place": "received parts",
-    "_gather": "streamed bucket",
-    "_gather_flags": "gradient presence",
-    "_begin": "packed pieces",
-    "flags_tensor": "gradient presence",
+    "flat_param.__init__": "main shard",
+    "flat_param._make_full": "full buffer",
+    "flat_param.make_compute_shard": "compute shard",
+    "flat_param.allocate_compute_shard": "compute shard",
+    "flat_param.allocate_full": "full buffer",
+    "flat_param.keep_shard": "shard kept for backward",
+    "flat_param.write_compute_slice": "staged main shard",
+    "gradient_sums.allocate_buffer": "gradient buffer",
+    "gradients.collect": "gradient buffer",
+    "gradient_sums.add_to_sum": "gradient buffer",
+    "arena._add": "arena",
+    "gradient_sums.add_host_sum_to": "staged sum",
+    "gradient_sums.add_sharded": "sharded sum",
+    "reduction._allocate_chunk": "reduced chunk",
+    "reduction._add_up_on_host": "reduced chunk",
+    "reduction._download": "reduced chunk",
+    "reduction.hops": "sum between hops",
+    "collectives.reduce_scatter": "sum of a hop",
+    "ordered_sums._all_to_all": "received parts",
+    "messages.exchange_in_place": "received parts",
+    "full_tensors._gather": "streamed bucket",
+    "presence._gather_flags": "gradient presence",
+    "stepping._begin": "packed pieces",
+    "presence.flags_tensor": "gradient presence",
 }
 """Function of the engine that allocates -> what it allocates."""
 _ENGINE = str(Path(__file__).resolve().parents[2] / "layerzero")
@@ -73,30 +71,13 @@ def allocated_by(fallback: str) -> str:
     code = frame.f_code
     if not code.co_filename.startswith(_ENGINE):
         return f"result of {fallback}"
-    name = qualified_name(code)
+    name = place_of(code)
     return _NAMES.get(name, f"memory of {name}")
 
 
-def qualified_name(code: CodeType) -> str:
-    """`code.co_qualname`, which Python 3.10 does not have."""
-    if sys.version_info >= (3, 11):
-        return code.co_qualname
-    return _names_in(code.co_filename)[code.co_firstlineno, code.co_name]
-
-
-@functools.cache
-def _names_in(file: str) -> dict[tuple[int, str], str]:
-    names: dict[tuple[int, str], str] = {}
-
-    def note(code: CodeType, prefix: str) -> None:
-        for inner in code.co_consts:
-            if isinstance(inner, CodeType):
-                name = names[inner.co_firstlineno, inner.co_name] = prefix + inner.co_name
-                is_function = inner.co_flags & inspect.CO_OPTIMIZED
-                note(inner, f"{name}.<locals>." if is_function else f"{name}.")
-
-    note(compile(Path(file).read_text(), file, "exec"), "")
-    return names
+def place_of(code: CodeType) -> str:
+    """A function of the engine by its file and name."""
+    return f"{Path(code.co_filename).stem}.{code.co_name}"
 
 
 class Use(NamedTuple):

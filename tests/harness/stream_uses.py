@@ -256,11 +256,7 @@ LAYERED: dict[str, dict[str, Any]] = {
 }
 if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):  # Since torch 2.13.
     SETTINGS["arena"] = {"arena": True}
-    LAYERED["arena, bfloat16"] = {
-        "zero3_size": 2,
-        "arena": True,
-        **REDUCED_IN_FLOAT32,
-    }
+    LAYERED["arena, bfloat16"] = {"zero3_size": 2, "arena": True, **REDUCED_IN_FLOAT32}
 OFFLOADED: dict[str, dict[str, Any]] = {
     "sums": {"offload": OffloadPolicy(grads=True), "accumulation": "unsharded"},
     "sums in shards": {"offload": OffloadPolicy(grads=True), "accumulation": "sharded"},

@@ -14,11 +14,7 @@ from torch import Tensor, nn
 pytest.importorskip("lightning", reason="the extra [lightning] is not installed")
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelSummary,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary, StochasticWeightAveraging
 from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.model_summary import summarize

@@ -11,27 +11,17 @@ from torch import nn
 from layerzero import MixedPrecision, OffloadPolicy
 from layerzero.integrations.megatron.setup import OPTIONS, for_module, read_options
 from layerzero.plan.options import ZERO3_OPTIONS
-from tests.harness.models import WIDTH, Block
+from tests.harness.models import WIDTH, Block, Parts
 
 
 class DeepBlock(Block):
     """A layer of another class."""
 
 
-class Chunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList([Block(), DeepBlock(), Block()])
-        self.vision_model = nn.Linear(WIDTH, WIDTH)
-
-
-class Around(nn.Module):
-    """As Megatron's Float16Module: names inside begin with "module."."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Chunk()
+def chunk() -> nn.Module:
+    embedding, vision_model = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    layers = nn.ModuleList([Block(), DeepBlock(), Block()])
+    return Parts(embedding=embedding, layers=layers, vision_model=vision_model)
 
 
 def test_a_file_becomes_arguments_of_zero3(tmp_path: Path) -> None:
@@ -67,22 +57,23 @@ def test_layers_and_what_is_ignored_are_found_by_class_or_name() -> None:
     ):
         ignored = {"ignored_modules": ["vision*"], "ignored_parameters": ["layers.{*}.*.bias"]}
         options = read_options({"transformer_layers": layers, **ignored})
-        for model, prefix in ((Chunk(), ""), (Around(), "module.")):
-            chunk, found = model.get_submodule(prefix.rstrip(".")), for_module(options, model)
+        # As Megatron's Float16Module: names inside begin with "module.".
+        for model, prefix in ((chunk(), ""), (Parts(module=chunk()), "module.")):
+            inside, found = model.get_submodule(prefix.rstrip(".")), for_module(options, model)
             policy = found["auto_wrap_policy"]
             units = [n for n, each in model.named_modules() if n and policy(each, n)]
             assert [n for n in units if n.count(".") < 2 + len(prefix) // 7] == [
                 prefix + name for name in expected
             ]
-            assert found["ignored_modules"] == [chunk.vision_model]
-            biases = [p for name, p in chunk.layers.named_parameters() if name.endswith("bias")]
+            assert found["ignored_modules"] == [inside.vision_model]
+            biases = [p for name, p in inside.layers.named_parameters() if name.endswith("bias")]
             assert [*map(id, found["ignored_parameters"])] == [*map(id, biases)] != []
 
 
 def test_a_name_that_matches_nothing_is_a_warning_with_near_ones() -> None:
     options = read_options({"transformer_layers": ["Blok"], "ignored_modules": ["vision_modle"]})
     with pytest.warns(UserWarning) as caught:
-        for_module(options, Chunk())
+        for_module(options, chunk())
     texts = [str(each.message) for each in caught]
     assert re.match(r"transformer_layers: 'Blok' matches nothing .*near matches: 'Block'", texts[0])
     assert re.match(r"ignored_modules: 'vision_modle' .*near matches: 'vision_model'", texts[1])

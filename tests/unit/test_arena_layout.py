@@ -1,7 +1,5 @@
 """The layout of an arena: buffers that meet do not overlap, and need hardly more than they hold."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

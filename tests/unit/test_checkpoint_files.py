@@ -40,11 +40,7 @@ HEAD = b"head of the file"
 
 
 def _transfer(
-    begin: int,
-    data: torch.Tensor,
-    shape: Sequence[int] = (),
-    start: int = 0,
-    file: str = "a",
+    begin: int, data: torch.Tensor, shape: Sequence[int] = (), start: int = 0, file: str = "a"
 ) -> Transfer:
     """A shard of a tensor at byte `begin` of a file; `shape`: that of the tensor, if it is more."""
     whole = tuple(shape) or (data.numel(),)

@@ -23,11 +23,7 @@ from tests.harness.compare import Shared, assert_trains_alike
 from tests.harness.models import CASES, Mlp, loss_of
 from tests.harness.processes import call_alone
 from tests.harness.ranks import KeptRanks, on_ranks, run_ranks
-from tests.harness.reference import (
-    batches_of,
-    in_turn,
-    seeded,
-)
+from tests.harness.reference import batches_of, in_turn, seeded
 
 
 def _who_am_i(offset: int) -> tuple[int, int, int]:
@@ -151,37 +147,20 @@ def test_checks_name_the_parameter_and_the_place() -> None:
         assert_within(torch.tensor([float("nan")]), torch.tensor([1.0]), 5.0)
 
 
-def _cancelling(dtype: torch.dtype) -> torch.Tensor:
-    """Seven terms each, which cancel to about a thousandth of themselves."""
-    generator = torch.Generator().manual_seed(0)
-    terms = torch.randn(7, 1000, generator=generator, dtype=dtype)
-    terms[6] = 1e-3 * terms[6] - terms[:6].sum(0)
-    return terms
-
-
-def _in_order(terms: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros_like(terms[0])
-    for term in terms:
-        total = total + term
-    return total
-
-
-def _wrong(terms: torch.Tensor) -> list[torch.Tensor]:
-    """One term missing, one too large by a thousandth, two elements in each other's place."""
+def test_float64_tells_another_order_from_another_term() -> None:
+    terms = torch.randn(7, 1000, dtype=torch.float64)
+    terms[6] = 1e-3 * terms[6] - terms[:6].sum(0)  # They cancel to a thousandth of themselves.
     scaled, swapped = terms.clone(), terms.clone()
     scaled[2] *= 1.001
     swapped[3, :2] = terms[3, :2].flip(0)
-    return [_in_order(each) for each in (terms[1:], scaled, swapped)]
-
-
-def test_float64_tells_another_order_from_another_term() -> None:
-    terms = _cancelling(torch.float64)
-    total = _in_order(terms)
-    assert_close_in_float64(_in_order(terms.flip(0)), total)
+    sums = (terms, terms.flip(0), terms[1:], scaled, swapped)
+    total, backwards, *wrong = (functools.reduce(torch.add, each) for each in sums)
+    assert not torch.equal(backwards, total)
+    assert_close_in_float64(backwards, total)
     assert_close_in_float64({"a": terms[0], "b": None}, {"a": terms[0], "b": None})
-    for wrong in _wrong(terms):
+    for each in wrong:
         with pytest.raises(AssertionError, match="differs by more than"):
-            assert_close_in_float64(wrong, total)
+            assert_close_in_float64(each, total)
     with pytest.raises(AssertionError, match=r"expected float64, got torch\.float32"):
         assert_close_in_float64(total.float(), total.float())
 

@@ -1,7 +1,5 @@
 """Layouts are integers: every element has one owner, whatever the sizes."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 

@@ -18,6 +18,7 @@ from torch.optim import optimizer
 import layerzero
 from layerzero import OffloadPolicy, ZeRO3, plan_memory
 from layerzero.memory_plan.command import main
+from tests.harness.models import Parts
 from tests.harness.planned_models import Block, Tower
 from tests.harness.ranks import KeptRanks
 
@@ -109,13 +110,8 @@ def test_batches_are_args_and_kwargs_a_tensor_or_a_dict() -> None:
     assert len(peaks) == 1
 
 
-class _Reads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) if x.sum() > 0 else x
+def _reads(own: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return own.layer(x) if x.sum() > 0 else x
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,7 @@ class _Reads(nn.Module):
         ({"optimizer": "adam"}, ValueError, "optimizer: expected"),
         ({"batch": [1]}, TypeError, "batch: expected"),
         ({"device": "meta"}, ValueError, "expected the CPU or an acc"),
-        ({"module": _Reads()}, RuntimeError, "_local_scalar_dense"),
+        ({"module": Parts(_reads, layer=nn.Linear(4, 4))}, RuntimeError, "_local_scalar_dense"),
         ({"module": nn.Linear(4, 4).requires_grad_(False)}, ValueError, "empty parameter list"),
         ({"memory_budget": "1GB"}, NotImplementedError, "memory_budget cannot be planned"),
         ({"optional_modules": [nn.Linear(4, 4)]}, NotImplementedError, "optional_modules cannot"),

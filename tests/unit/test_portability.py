@@ -123,22 +123,13 @@ def test_megatron_models_go_to_the_accelerator_whatever_its_kind() -> None:
 CUDA = torch.device("cuda", 0)
 
 
-class _Bare:
-    """What a device from outside torch must have: no streams."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
+BARE = SimpleNamespace(is_available=lambda: True, current_device=lambda: 0, device_count=lambda: 1)
+"""What a device from outside torch must have: no streams."""
 
 
 def test_without_streams_of_its_own_a_device_has_those_of_torch() -> None:
     assert stream_interface(CUDA) is torch.cuda
-    module = _Bare()
+    module = BARE
     with mock.patch.object(torch, "get_device_module", lambda _: module):
         interface = stream_interface(CUDA)
     assert interface.Stream is torch.Stream
@@ -147,7 +138,7 @@ def test_without_streams_of_its_own_a_device_has_those_of_torch() -> None:
 
 def test_a_device_without_either_is_refused() -> None:
     with (
-        mock.patch.object(torch, "cuda", _Bare()),
+        mock.patch.object(torch, "cuda", BARE),
         pytest.raises(ValueError, match="expected the CPU or an accelerator with streams"),
     ):
         check_device_type(CUDA, "device='cuda'")

@@ -29,17 +29,14 @@ from layerzero.wrapping.fsdp_arguments import (
 )
 from tests.harness.checks import named
 from tests.harness.internals import plan_units
-from tests.harness.models import Block, Mlp, TiedAcrossUnits, Transformer, TransformerBlock
+from tests.harness.models import Block, Mlp, Parts, TiedAcrossUnits, Transformer, TransformerBlock
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Has modules that a policy by size leaves whole, or passes over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
-        self.heads = nn.ModuleDict({"a": nn.Linear(8, 40), "b": nn.Linear(8, 3)})
-        self.norm = nn.BatchNorm1d(8)
+    layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
+    heads = nn.ModuleDict({"a": nn.Linear(8, 40), "b": nn.Linear(8, 3)})
+    return Parts(layers=layers, heads=heads, norm=nn.BatchNorm1d(8))
 
 
 def _by_torch(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> list[str]:
@@ -97,7 +94,7 @@ POLICIES: dict[str, Any] = {
 
 def test_a_policy_of_torch_chooses_what_it_chooses_for_fsdp1() -> None:
     for name, policy in POLICIES.items():
-        for build in (Mlp, Transformer, TiedAcrossUnits, Attention):
+        for build in (Mlp, Transformer, TiedAcrossUnits, attention):
             root = build()
             for ignored in (set(), {*next(root.children()).modules()}):
                 expected = _by_torch(root, policy, ignored)
