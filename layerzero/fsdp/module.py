@@ -16,7 +16,6 @@ from layerzero.wrapping.comm_hooks import by_reduce_scatter, set_hooks
 from layerzero.wrapping.units import UnitMethods
 
 STATE = "_layerzero_fully_shard"
-_AFTER_BACKWARD = int(Hold.AFTER_BACKWARD)
 _SYNC = "every backward ends its reductions; to reduce once, use set_requires_gradient_sync"
 
 
@@ -39,19 +38,22 @@ def states_inside(module: Any) -> dict[State, None]:
     return dict.fromkeys(state for state in found if state is not None)
 
 
-class FSDPModule(UnitMethods):
+class FSDPModule:
     """Methods of a module that `fully_shard` sharded, as torch documents them.
 
-    `recurse`: for the units inside it as well.
+    `recurse`: for the units inside it as well. No base: in `__mro__` a module's class follows it.
     """
+
+    unshard, reshard = UnitMethods.unshard, UnitMethods.reshard
+    set_modules_to_forward_prefetch = UnitMethods.set_modules_to_forward_prefetch
+    set_modules_to_backward_prefetch = UnitMethods.set_modules_to_backward_prefetch
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Containers make parts of themselves by their class: `blocks[1:]`.
-        own = next(each for each in cls.__mro__ if not issubclass(each, UnitMethods))
-        return own(*args, **kwargs)
+        return cls.__mro__[2](*args, **kwargs)
 
     @property
-    def _layerzero_unit(self) -> Unit:  # type: ignore[override]
+    def _layerzero_unit(self) -> Unit:
         return state_of(self).unit
 
     def set_requires_gradient_sync(
@@ -86,8 +88,8 @@ class FSDPModule(UnitMethods):
     ) -> None:
         """False: keep units full from their forward on, until a forward with changed weights."""
         for state in self._chosen(recurse):
-            unit = state.unit
-            (unit.end_hold if reshard_after_backward else unit.hold)(_AFTER_BACKWARD)
+            change = state.unit.end_hold if reshard_after_backward else state.unit.hold
+            change(int(Hold.AFTER_BACKWARD))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of this unit's gradients by `factor`, instead of the number of ranks."""
@@ -130,16 +132,14 @@ class FSDPModule(UnitMethods):
 
     def reset_iter_state(self) -> None:
         """Drop the gradients of a step that failed, those of earlier micro-batches included."""
-        unit = self._layerzero_unit
-        root = root_of(unit)
-        if root.units[0] is not unit:
+        root = root_of(self._layerzero_unit)
+        if root.units[0] is not self._layerzero_unit:
             raise RuntimeError("reset_iter_state: call it on the outermost sharded module")
         root.abort()
         root.shown.give_up()
 
     def summon_full_params(self, **options: bool) -> AbstractContextManager[None]:
-        """Show full parameters of this module and those inside. torch has no such method; see
-        `ZeRO3.summon_full_params`."""
+        """Show full parameters of this module and those inside, as `ZeRO3.summon_full_params`."""
         from layerzero.state_dict.summon import SummonOptions, summon
 
         root, inside = root_of(self._layerzero_unit), {state.unit for state in states_inside(self)}

@@ -100,7 +100,7 @@ def check_transition(
         )
 
 
-_UNIT = "_layerzero_unit"
+UNIT = "_layerzero_unit"
 _requires_grad_of = attrgetter("requires_grad")
 _AFTER_BACKWARD = int(Hold.AFTER_BACKWARD)
 _LASTING = int(Hold.MICRO_BATCHES | Hold.DOUBLE_BACKWARD) | _AFTER_BACKWARD
@@ -518,13 +518,13 @@ class Unit:
 
 def get_unit(module: nn.Module) -> Unit | None:
     """The unit of a wrapped module; None for a module that is not a unit."""
-    return module.__dict__.get(_UNIT)
+    return module.__dict__.get(UNIT)
 
 
 def unset_unit(module: nn.Module) -> None:
-    module.__dict__.pop(_UNIT, None)
+    module.__dict__.pop(UNIT, None)
 
 
 def set_unit(module: nn.Module, unit: Unit) -> None:
     """Attach a unit to its module. The module owns it; the unit references the module weakly."""
-    module.__dict__[_UNIT] = unit
+    module.__dict__[UNIT] = unit

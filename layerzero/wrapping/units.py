@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from layerzero.step import hooks
 from layerzero.step.operations import remembers_failure
 from layerzero.step.root import RootState, root_of
-from layerzero.step.unit import Hold, ShardState, Unit, get_unit
+from layerzero.step.unit import UNIT, Hold, ShardState, Unit, get_unit
 
 
 class UnshardHandle:
@@ -48,18 +49,17 @@ def unshard_unit(root: RootState, unit: Unit, async_op: bool) -> UnshardHandle |
     keep(unit)
     root.context.wait_for_uploads()
     handle = UnshardHandle(root, unit)
-    if async_op:
-        return handle
-    handle.wait()
-    return None
+    if not async_op:
+        handle.wait()
+    return handle if async_op else None
 
 
 class UnitMethods:
-    """Methods of what stands for one unit: a `ZeRO3`, a module of `fully_shard`, a `UnitView`."""
+    """Methods of what stands for one unit: a `ZeRO3`, a `UnitView`, a module of `fully_shard`."""
 
     _layerzero_unit: Unit
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self: Any, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's own parameters, not those of units inside it. Collective over its
         shard group.
 
@@ -71,15 +71,15 @@ class UnitMethods:
         """
         return unshard_unit(root_of(self._layerzero_unit), self._layerzero_unit, async_op)
 
-    def reshard(self) -> None:
+    def reshard(self: Any) -> None:
         """Free this unit's unsharded parameters. Not collective."""
         self._layerzero_unit.reshard()
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_forward_prefetch(self: Any, modules: Sequence[nn.Module]) -> None:
         """Gather these units when this one's forward begins, instead of those recorded next."""
         self._layerzero_unit.forward_prefetch = _units_to_prefetch(self._layerzero_unit, modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+    def set_modules_to_backward_prefetch(self: Any, modules: Sequence[nn.Module]) -> None:
         """Gather these units when this one's backward begins, instead of those recorded next."""
         self._layerzero_unit.backward_prefetch = _units_to_prefetch(self._layerzero_unit, modules)
 
@@ -87,7 +87,7 @@ class UnitMethods:
 def _units_to_prefetch(by: Unit, modules: Sequence[nn.Module]) -> list[Unit]:
     units: list[Unit] = []
     for module in modules:
-        unit = module._layerzero_unit if isinstance(module, UnitMethods) else get_unit(module)
+        unit: Unit | None = getattr(module, UNIT, None)
         if unit is None:
             raise ValueError(
                 f"{by.label}: modules to prefetch must be units, got {type(module).__name__}"

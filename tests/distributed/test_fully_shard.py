@@ -258,6 +258,7 @@ def test_the_module_stays_what_it_was() -> None:
         assert_bitwise(value, plain.state_dict()[name] + 1, name)
     sequence = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     assert type(sequence[1:]) is nn.Sequential and len(sequence[1:]) == 2
+    assert type(sequence).__mro__[1:] == (FSDPModule, *nn.Sequential.__mro__)
     with pytest.raises(NotImplementedError, match="cannot be copied"):
         copy.deepcopy(model)
     model = copy.deepcopy(plain)
