@@ -287,7 +287,7 @@ def train_apart(seed: int, group: str = "named") -> Run:
         (2, range(6060, 6061), "named"),
         *((3, range(seed, seed + 1), "named") for seed in (302, 7044, 7048, 7114)),
         (2, range(800, 801), "plain"),
-        pytest.param(2, range(900, 902), "device", marks=pytest.mark.slow),
+        pytest.param(2, range(901, 903), "device", marks=pytest.mark.slow),
     ],
 )
 def test_random_models_whose_ranks_take_other_ways_train_like_one_process(
