@@ -46,8 +46,8 @@ def build(plan: WrapPlan, topology: Topology, given: Arguments) -> RootState:
         unit.awaited_buffers = tuple(materializer.awaited) if unit is new[0] else ()
     root = builder.join(units, RootState)
     root.moves_inputs = given.move_inputs and plan.device.type != "cpu"
-    for feature in plan.features:
-        feature.built(root)
+    for built in plan.extensions.built:
+        built(root)
     return root
 
 
@@ -187,8 +187,8 @@ class Builder:
         if plan.parent is None or "mixed_precision" in plan.arguments:
             unit.output_dtype = mixed_precision.output_dtype
         set_unit(plan.module, unit)
-        for feature in self.plan.features:
-            feature.new_unit(unit)
+        for new_unit in self.plan.extensions.new_unit:
+            new_unit(unit)
         hooks.install_on_calls(plan.module, unit)
         for module in unit.owners:
             if module is not plan.module and type(module).forward is not nn.Module.forward:
@@ -201,8 +201,8 @@ class Builder:
         return unit
 
     def _note_value(self, label: str, value: torch.Tensor, placement: Placement) -> None:
-        for feature in self.plan.features:
-            feature.has_value(label, value, placement)
+        for has_value in self.plan.extensions.has_value:
+            has_value(label, value, placement)
 
     def _copy_over_mesh(self, visit: Visit, name: str) -> None:
         """Broadcast a new parameter along the tensor-parallel axes that it is replicated on.

@@ -14,10 +14,8 @@ from layerzero.build.arguments import Arguments, UnitArguments, effective_offloa
 from layerzero.build.device import resolve_device, tensor_parallel_mesh
 from layerzero.build.wrap import UnitPlan, Visit, plan_units
 from layerzero.config import MixedPrecision
-from layerzero.flat.placement import Placement
+from layerzero.step.extension import Extension, Extensions
 from layerzero.step.ignored import Ignored
-from layerzero.step.root import RootState
-from layerzero.step.unit import Unit
 
 Group = dist.ProcessGroup | DeviceMesh
 
@@ -42,43 +40,9 @@ def ranks_of(group: AnyGroup | None) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-class Feature:
-    """A feature's part in construction; wrapping/features.py makes those that arguments call for.
-
-    What a feature does not define does nothing.
-    """
-
-    groups: Mapping[int, AnyGroup] = {}
-    """The ranks of each unit that only some of the model's ranks have, keyed by id(plan)."""
-
-    def compared(self) -> Mapping[str, Sequence[str]]:
-        """Rows that must be the same on all ranks, by section of compare.py."""
-        return {}
-
-    def place(
-        self, placement: Placement, make: Callable[..., Placement], device: torch.device
-    ) -> Mapping[int, Placement]:
-        """The placement of each unit in `groups`, keyed by id(plan). All ranks agree on the plan;
-        called before anything is built. Collective over the model's ranks.
-
-        Args:
-            placement: placement of the whole model.
-            make: makes the placement of units with one of these groups.
-        """
-        return {}
-
-    def has_value(self, label: str, value: torch.Tensor, placement: Placement) -> None:
-        """A parameter or buffer of the ranks of `placement`, before it is sharded. Not collective.
-        `label`: its kind and name."""
-
-    def new_unit(self, unit: Unit) -> None:
-        """A unit is made; its hooks are not installed yet."""
-
-    def built(self, root: RootState) -> None:
-        """The model is built. Collective over its ranks."""
-
-
-FindFeatures = Callable[[nn.Module, Arguments, Sequence[UnitPlan], tuple[int, ...]], list[Feature]]
+FindFeatures = Callable[
+    [nn.Module, Arguments, Sequence[UnitPlan], tuple[int, ...]], list[Extension]
+]
 """Takes the module, the arguments, the units, and the ranks that share the model."""
 
 
@@ -93,7 +57,8 @@ class WrapPlan:
     device: torch.device
     arguments: Mapping[int, UnitArguments]
     """Arguments of each unit, keyed by id(plan)."""
-    features: Sequence[Feature]
+    extensions: Extensions
+    """Features that take part in construction."""
     groups: Mapping[int, AnyGroup]
     """The ranks of each unit that only some have (experts), keyed by id(plan)."""
     mesh: DeviceMesh | None
@@ -128,8 +93,8 @@ def plan_wrapping(
     ignored = Ignored([*nested_ignored, *given.ignored_modules, *given.ignored_parameters])
     units, visits = plan_units(module, given.auto_wrap_policy, ignored.modules, ignored.parameters)
     everyone = planned_for or ranks_of(given.process_group)
-    features = find_features(module, given, units, everyone)
-    groups = {plan: group for each in features for plan, group in each.groups.items()}
+    extensions = Extensions(find_features(module, given, units, everyone))
+    groups = {plan: group for groups in extensions.groups for plan, group in groups().items()}
     dense = [unit for unit in units if id(unit) not in groups]
     mesh = tensor_parallel_mesh(dense, None if planned_for else everyone)
     device = resolve_device(given.device, units, given.process_group, mesh)
@@ -138,7 +103,7 @@ def plan_wrapping(
         visits=visits,
         device=device,
         arguments=_arguments_of(units, given, device),
-        features=features,
+        extensions=extensions,
         groups=groups,
         mesh=mesh,
         ignored=ignored,

@@ -123,7 +123,9 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     """
     axes, exchange_device = _axes_of(given.process_group, given.timeout, plan.device)
     exchange = Exchange(axes, exchange_device, _WHAT)
-    rows = {key: rows for each in plan.features for key, rows in each.compared().items()}
+    rows: dict[str, Sequence[str]] = {}
+    for compared in plan.extensions.compared:
+        rows |= compared()
     low, high = exchange.bounds(hash_of(rows))
     if low == REFUSED:
         rank, text = next(iter(exchange.texts(None).items()))
@@ -136,8 +138,8 @@ def agree_on_topology(plan: WrapPlan, given: Arguments) -> Topology:
     placement = make(given.process_group, given.zero3_size)
     groups = mesh_groups(plan.mesh, plan.device, given.timeout)
     placements = {id(unit): placement for unit in plan.units}
-    for feature in plan.features:
-        placements |= feature.place(placement, make, plan.device)
+    for place in plan.extensions.place:
+        placements |= place(placement, make, plan.device)
     return Topology(placement=placement, placements=placements, tensor_parallel_groups=groups)
 
 

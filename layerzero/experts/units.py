@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from layerzero.build.compare import hash_of
-from layerzero.build.plan import AnyGroup, Feature, Group, Ranks, ranks_of
+from layerzero.build.plan import AnyGroup, Group, Ranks, ranks_of
 from layerzero.build.wrap import UnitPlan
 from layerzero.comm.exchanges import gather_along
 from layerzero.comm.pending import Operation
@@ -31,6 +31,7 @@ from layerzero.experts.names import Numbers, name_members
 from layerzero.flat.groups import own_rank, resolve_process_groups
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of, split_of
+from layerzero.step.extension import Extension
 
 
 def _key(group: AnyGroup | None) -> object:
@@ -41,7 +42,7 @@ def _key(group: AnyGroup | None) -> object:
     return (ranks_of(group), shape if len(shape) == 2 else ())
 
 
-class Experts(Feature):
+class Experts(Extension):
     """The expert units of one model."""
 
     def __init__(
@@ -56,19 +57,22 @@ class Experts(Feature):
         model is not an expert. `everyone`: those ranks.
         """
         self._plans = plans
-        self.groups = _find_groups(plans, everyone)
+        self._groups = _find_groups(plans, everyone)
         self._lists = _find_lists(module, plans)
+
+    def groups(self) -> dict[int, AnyGroup]:
+        return self._groups
 
     def compared(self) -> dict[str, list[str]]:
         """A row for each unit, if any is an expert. With units of unequal sizes, ranks would
         prefetch different numbers of all-gathers ahead."""
         numbers: dict[object, int] = {}
         rows = []
-        for index, plan in enumerate(self._plans if self.groups else ()):
+        for index, plan in enumerate(self._plans if self._groups else ()):
             sizes = [local_of(original.parameter).numel() for original in plan.originals]
             is_expert = "no expert"
-            if id(plan) in self.groups:
-                key = ranks_of(self.groups[id(plan)])
+            if id(plan) in self._groups:
+                key = ranks_of(self._groups[id(plan)])
                 is_expert = f"an expert of group {numbers.setdefault(key, len(numbers))}"
             rows.append(f"unit {index}, {is_expert}, of {sizes} elements")
         return {"experts": rows}
@@ -77,22 +81,22 @@ class Experts(Feature):
         self, placement: Placement, make: Callable[..., Placement], device: torch.device
     ) -> dict[int, Placement]:
         """Check which rank has which experts, and place them; name them globally in state dicts."""
-        if not all(isinstance(group, Ranks) for group in self.groups.values()):
+        if not all(isinstance(group, Ranks) for group in self._groups.values()):
             self._check(placement, device)
         for module, numbers in self._lists.values():
             name_members(module, numbers)
         made: dict[object, Placement] = {}
-        for group in self.groups.values():
+        for group in self._groups.values():
             if _key(group) not in made:
                 made[_key(group)] = dataclasses.replace(make(group), data_parallel=placement)
-        return {plan: made[_key(group)] for plan, group in self.groups.items()}
+        return {plan: made[_key(group)] for plan, group in self._groups.items()}
 
     def _check(self, placement: Placement, device: torch.device) -> None:
         # Hashes of each expert parameter's group, and of its name and offset.
         own = [dist.get_rank()]
-        experts = [plan for plan in self._plans if id(plan) in self.groups]
+        experts = [plan for plan in self._plans if id(plan) in self._groups]
         for plan in experts:
-            group_number = hash_of(ranks_of(self.groups[id(plan)]))
+            group_number = hash_of(ranks_of(self._groups[id(plan)]))
             for original in plan.originals:
                 split = split_of(original.parameter)
                 offset = None if split is None else split.offset

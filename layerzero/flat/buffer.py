@@ -14,6 +14,9 @@ class Buffer:
     """Called when the host issues the gather that takes the buffer, with whether that is behind
     reductions; `allocate` may come later, on a thread. For memory of an arena (graphs/arena.py)."""
 
+    told: tuple[Callable[[torch.UntypedStorage], object], ...] = ()
+    """Called with the storage of any buffer that was resized, on the thread that did it."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.storage = tensor.untyped_storage()
@@ -25,6 +28,8 @@ class Buffer:
 
     def allocate(self) -> None:
         self.storage.resize_(self.nbytes)
+        for tell in self.told:
+            tell(self.storage)
 
     def free(self) -> bool:
         """Free the memory; returns False where `numpy()` of a view has fixed the storage's size.
@@ -32,4 +37,6 @@ class Buffer:
         is_resizable = self.storage.resizable()
         if is_resizable:
             self.storage.resize_(0)
+            for tell in self.told:
+                tell(self.storage)
         return is_resizable

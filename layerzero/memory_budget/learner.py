@@ -12,10 +12,9 @@ and on the CPU every operation runs under a dispatch mode. Afterwards nothing is
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -24,8 +23,7 @@ import torch
 
 from layerzero.build.arguments import Arguments
 from layerzero.comm.exchanges import gather_along
-from layerzero.comm.gloo.threads import FinishingStream, OnThread
-from layerzero.comm.streams import Waitable
+from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.config import BackwardPrefetch, GatherBudget
 from layerzero.memory_budget.storages import Meter, start_meter
 from layerzero.notices import some
@@ -206,15 +204,15 @@ class Learner(Extension):
         self._meter = start_meter(root.device, root.units[0].module)
         # The model may go while it learns.
         self._stops = weakref.finalize(root.context.owner(), self._meter.stop)
-        self._usual = root.streams.reduce
-        if isinstance(self._usual, FinishingStream):
-            root.streams.reduce = LateStream()
+        if isinstance(root.streams.reduce, FinishingStream):
+            root.streams.reduce.is_late = True  # A budget must hold for the latest time.
         self._versions = _versions(root)
 
     def _stop(self) -> None:
         root = self._root
         self._stops()
-        root.streams.reduce = self._usual
+        if isinstance(root.streams.reduce, FinishingStream):
+            root.streams.reduce.is_late = False
         root.extensions.remove(self)
 
     def _end_step(self, peak: int) -> None:
@@ -268,40 +266,6 @@ class Learner(Extension):
         table = torch.tensor(numbers, dtype=torch.int64, device=root.device)
         table = gather_along(table, groups, name)
         return [int(number) for number in table.view(-1, len(numbers)).amax(0).tolist()]
-
-
-class LateStream(FinishingStream):
-    """Runs its work on the thread that waits for it, after all that was enqueued before.
-
-    The thread of gloo's reduce stream frees what a reduction held some time after its data has
-    come. What a step holds at most differs by that from run to run; a budget must hold for the
-    latest time.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._late: deque[OnThread] = deque()
-
-    def start_after(self, first: Waitable | None, issue: Callable[[], Waitable]) -> Waitable:
-        if first is not None:
-            first.wait()  # A gather that waits for another does not start late.
-        return super().start_after(None, issue)
-
-    def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
-        self._last = _Late(work, self._late)
-        self._late.append(self._last)
-        return self._last
-
-
-class _Late(OnThread):
-    def __init__(self, work: Callable[[], Waitable | None], queue: deque[OnThread]) -> None:
-        super().__init__(work, threading.current_thread())
-        self._before = queue
-
-    def wait(self) -> None:
-        while not self.is_done:
-            self._before.popleft().run()
-        super().wait()
 
 
 def refuse_what_it_chooses(given: Arguments) -> None:

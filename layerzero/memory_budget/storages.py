@@ -1,10 +1,11 @@
 """StorageCount: the bytes of all tensor storages that live, their peak, and what they are for.
 
 A dispatch mode sees each storage when an operation first returns a tensor on it; a weak reference
-tells when it dies, and a wrapper around `UntypedStorage.resize_` when it changes its size. So the
-cost of an operation does not depend on how many storages live.
+tells when it dies, and the engine when it resizes the storage of a `Buffer`. So the cost of an
+operation does not depend on how many storages live.
 
-Not counted: what a kernel allocates and frees inside one operation, which returns no tensor on it.
+Not counted: what a kernel allocates and frees inside one operation, which returns no tensor on it;
+what others resize.
 
 `start_meter` measures what lives on a device at most, from one look to the next. An accelerator's
 allocator knows. On the CPU, while an engine learns, every operation of the thread that trains is
@@ -31,10 +32,9 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from layerzero.flat.buffer import Buffer
+
 _PLAIN = torch.Tensor.__torch_dispatch__
-_resize = torch.UntypedStorage.resize_
-_told: list[StorageCount] = []
-"""Who is told of resizes; there may be several, which end in any order."""
 
 
 @dataclass(slots=True)
@@ -177,23 +177,14 @@ class CountingMode(TorchDispatchMode):
 
 @contextmanager
 def told_of_resizes(count: StorageCount) -> Iterator[None]:
-    """Inside, `count` is told of every storage that is resized, on any thread."""
-    if not _told:
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign,assignment]
-    _told.append(count)
+    """Inside, `count` is told of buffers that are resized, on any thread. Several counts may be,
+    and end in any order."""
+    tell = count.resized
+    Buffer.told += (tell,)
     try:
         yield
     finally:
-        _told.remove(count)
-        if not _told:
-            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
-
-
-def _resize_and_tell(storage: torch.UntypedStorage, nbytes: int) -> Any:
-    result = _resize(storage, nbytes)
-    for count in tuple(_told):
-        count.resized(storage)
-    return result
+        Buffer.told = tuple(each for each in Buffer.told if each != tell)
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

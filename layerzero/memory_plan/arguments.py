@@ -139,8 +139,8 @@ def topology_of(prepared: Prepared, rank: int) -> Topology:
 
     placement = make(table)
     placements = {id(unit): placement for unit in plan.units}
-    for feature in plan.features:
-        placements |= feature.place(placement, lambda group: make(group.table), plan.device)
+    for place_units in plan.extensions.place:
+        placements |= place_units(placement, lambda group: make(group.table), plan.device)
     axes = [] if plan.mesh is None else plan.mesh.get_all_groups()
     return Topology(
         placement=placement,

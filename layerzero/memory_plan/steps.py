@@ -25,15 +25,16 @@ from torch.utils._pytree import tree_map_only
 from layerzero.build.build import Builder
 from layerzero.build.materialize import Materializer, Place
 from layerzero.build.topology import Topology
+from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import ShardGroup
-from layerzero.memory_budget.learner import LateStream
 from layerzero.memory_budget.storages import StorageCount, sums
 from layerzero.memory_plan.arguments import Prepared, topology_of
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
 from layerzero.step.operations import Operations
+from layerzero.step.reduction import Reduction
 from layerzero.step.root import RootState
 from layerzero.step.tensors import find_tensors
 from layerzero.step.unit import Unit
@@ -85,7 +86,7 @@ class _WithoutValues(Materializer):
 
 
 class _Moments(Extension):
-    """Notes which unit is at work, and what its gradients and reductions hold."""
+    """Notes which unit is at work, and what its gradients and reductions hold; asks no rank."""
 
     def __init__(self, units: Sequence[Unit], count: StorageCount) -> None:
         self._units = {unit.label: unit for unit in units}
@@ -101,6 +102,10 @@ class _Moments(Extension):
 
     def begin_backward(self, unit: Unit) -> None:
         self._count.moment = unit.fqn or ROOT, "backward"
+
+    def exchange_presence(self, reductions: Sequence[Reduction]) -> Callable[[], Any]:
+        """Every rank has the gradients that this one has."""
+        return lambda: [(reduction, reduction.present) for reduction in reductions]
 
     def begin_action(self, action: str, unit: str) -> None:
         if action == "reduce":
@@ -119,8 +124,9 @@ class _Moments(Extension):
 class _Unwatched(Operations):
     """Names collectives; counts no models on groups and starts no watchdog."""
 
-    def __init__(self, device: torch.device, streams: Streams, *_: object) -> None:
-        super().__init__(device, streams, ())
+    def __init__(self, *given: Any) -> None:
+        device, streams, extensions = given[:3]
+        super().__init__(device, streams, extensions, ())
 
     def _watchdog_of(self, group: ShardGroup) -> Watchdog | None:
         return None
@@ -132,10 +138,6 @@ class _PlannedRoot(RootState):
     def __init__(self, *arguments: Any, count: StorageCount, **named: Any) -> None:
         self._count = count
         super().__init__(*arguments, **named)
-        # Every rank has the gradients that this one has.
-        self.reducer.exchange_presence = lambda reductions: (
-            lambda: [(reduction, reduction.present) for reduction in reductions]
-        )
 
     def _make_streams(self, on_gloo: bool) -> Streams:
         if on_gloo:
@@ -143,13 +145,13 @@ class _PlannedRoot(RootState):
         return _DeviceStreams(self.device)
 
 
-class _Reducing(LateStream):
+class _Reducing(FinishingStream):
     """The reduce stream on gloo, each reduction of which is done at the latest time that it is by
     the thread of a real model."""
 
     def __init__(self, count: StorageCount) -> None:
         super().__init__()
-        self._count = count
+        self._count, self.is_late = count, True
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
         def counted() -> Waitable | None:

@@ -101,7 +101,7 @@ class Agreement:
         others = self._reducer.exchange_presence(rest) if rest else list
 
         def answer() -> list[tuple[Reduction, set[int]]]:
-            found = others()
+            found: list[tuple[Reduction, set[int]]] = others()
             for reduction in own:
                 counts = self._counts[id(reduction.handle)]
                 self.scale(reduction, counts)

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from layerzero.build.plan import AnyGroup, Feature
+from layerzero.build.plan import AnyGroup
 from layerzero.build.wrap import UnitPlan, modules_of
 from layerzero.config import OptionalMean
 from layerzero.flat.names import clean_name
 from layerzero.optional.optional_units import OptionalUnits
+from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.step.unit import Unit, get_unit
 
@@ -23,7 +24,7 @@ names_of: WeakKeyDictionary[Unit, list[str]] = WeakKeyDictionary()
 """Names of the optional modules by root unit: after `rewrap` other modules may have them."""
 
 
-class OptionalModules(Feature):
+class OptionalModules(Extension):
     _modules: dict[str, nn.Module]
     """Keyed by FQN; a module that wrappers surround (torch.compile) is the outermost of these."""
 

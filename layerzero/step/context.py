@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -92,8 +91,7 @@ class RuntimeContext:
         extensions: Extensions,
     ) -> None:
         self.device = device
-        # Which refer to units, and these to this object: a cycle would outlive the model.
-        self.extensions = weakref.proxy(extensions)
+        self.extensions = extensions
         self.streams = streams
         self.operations = operations
         self.limiter = limiter

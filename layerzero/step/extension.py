@@ -1,18 +1,22 @@
-"""Extension, the way in for features: the engine calls its methods at fixed places of a step.
+"""Extension, the way in for features: the engine calls its methods at fixed places.
 
-A feature defines the methods that it needs of `Extension`, and is added to `RootState.extensions`
-once the model is built. Each event is a tuple of these methods, so an unused one costs a loop over
-an empty tuple. The order is that of the list, the same on all ranks.
+A feature defines the methods that it needs of `Extension`. While a model is built, the extensions
+of its `WrapPlan` are called; what takes part in steps is in `RootState.extensions`. Each event is a
+tuple of methods, so an unused one costs a loop over an empty tuple. The order is that of the list,
+the same on all ranks.
 """
+
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from layerzero.comm import collectives
+from layerzero.flat.placement import Placement
 
 E = TypeVar("E", bound="Extension")
 _Events = tuple[Callable[..., Any], ...]
@@ -28,7 +32,38 @@ class Transport:
 
 class Extension:
     """A feature of one model. Methods that it does not define are not called. `unit` is a `Unit`,
-    which lies above this file."""
+    which lies above this file.
+
+    The first six take part in construction, in this order.
+    """
+
+    def groups(self) -> Mapping[int, Any]:
+        """The process group of each unit that only some of the model's ranks have, keyed by the id
+        of its `UnitPlan`."""
+
+    def compared(self) -> Mapping[str, Sequence[str]]:
+        """Rows that must be the same on all ranks, by section of build/compare.py."""
+
+    def place(
+        self, placement: Placement, make: Callable[..., Placement], device: torch.device
+    ) -> Mapping[int, Placement]:
+        """The placement of each unit in `groups`, keyed as there. All ranks agree on the plan;
+        nothing is built yet. Collective over the model's ranks.
+
+        Args:
+            placement: placement of the whole model.
+            make: makes the placement of units with one of these groups.
+        """
+
+    def has_value(self, label: str, value: torch.Tensor, placement: Placement) -> None:
+        """A parameter or buffer of the ranks of `placement`, before it is sharded. Not collective.
+        `label`: its kind and name."""
+
+    def new_unit(self, unit: Any) -> None:
+        """A unit is made; its hooks are not installed yet."""
+
+    def built(self, root: Any) -> None:
+        """The model, of this `RootState`, is built. Collective over its ranks."""
 
     def exit_call(self, call: Any, outputs: object, is_outermost: bool) -> None:
         """The forward of a `ForwardCall` has returned these outputs, recomputations included."""
@@ -52,7 +87,6 @@ class Extension:
 
     def before_reduction(self, unit: Any) -> bool:
         """A backward is done with a unit. Returns whether this rank reduces its gradients now."""
-        raise NotImplementedError
 
     def before_delivery(self, forwards: Any) -> None:
         """A backward through these `ForwardPass`es ends, or `reduce_gradients` without any. The
@@ -67,7 +101,6 @@ class Extension:
     def before_write(self, reductions: Any) -> bool:
         """All `Reduction`s of a backward are done, and no `.grad` is written yet. Returns whether
         to drop these gradients, the same on every rank; or raises on all."""
-        raise NotImplementedError
 
     def deliver(self, delivery: Any, parts: Any) -> None:
         """Deliver the `Part`s of a backward, in the order of issue, and use the gradients up; in
@@ -112,6 +145,10 @@ class Extension:
         """The gradients of a unit are reduced, and not delivered yet. May write the chunk, on the
         reduce stream. With this method, the host waits for reductions on CPU."""
 
+    def timer(self, verb: str, group: Any, number: int) -> object:
+        """The timer (pending.py) of a collective that is named now, unless it is one of tensor
+        parallelism. `number`: its number in the model; of experts negative."""
+
     def begin_action(self, action: str, unit: str) -> None:
         """The engine begins to do something for the unit with this label: the ranges of
         docs/howto/profile.md. An extension has both this method and `end_action`, or neither."""
@@ -129,8 +166,8 @@ class Extensions:
 
         def __getattr__(self, event: str) -> _Events: ...
 
-    def __init__(self) -> None:
-        self._all: list[Extension] = []
+    def __init__(self, extensions: Iterable[Extension] = ()) -> None:
+        self._all = [*extensions]
         self._bind()
 
     def add(self, extension: Extension) -> None:

@@ -28,6 +28,7 @@ from layerzero.comm.streams import Streams
 from layerzero.errors import CollectiveError
 from layerzero.flat.groups import raise_backend_timeout
 from layerzero.flat.placement import Placement, ShardGroup
+from layerzero.step.extension import Extensions
 from layerzero.watch.desync import DesyncDetector
 from layerzero.watch.watchdog import Watchdog
 
@@ -91,8 +92,6 @@ class Operations:
     """Number of the last collective."""
     is_watched = True
     """False: no watchdog watches what a graph records. It runs when that is replayed."""
-    time_by: Callable[[str, ShardGroup, int], Any] | None = None
-    """Makes the timer of each later collective, from its verb, group and number."""
     expert_count = 0
     """Number of the last collective of experts; these are counted apart, downwards."""
     _tensor_parallel_count = 0
@@ -101,12 +100,14 @@ class Operations:
         self,
         device: torch.device,
         streams: Streams,
+        extensions: Extensions,
         placements: Iterable[Placement],
         tensor_parallel_groups: tuple[ShardGroup, ...] = (),
     ) -> None:
         """Collective over the groups of `placements` seen the first time."""
         self._device = device
         self._streams = streams
+        self._extensions = extensions
         self._watchdogs: dict[dist.ProcessGroup, Watchdog | None] = {}
         self._tensor_parallel_groups = tensor_parallel_groups
         experts = [replace(each, data_parallel=None) for each in placements if each.data_parallel]
@@ -144,8 +145,8 @@ class Operations:
                 number = self.count = self.count + 1
                 if detector is not None:
                     detector.issued.append((number, verb, unit))
-            if self.time_by is not None:
-                timer = self.time_by(verb, group, number)
+            for make_timer in self._extensions.timer:
+                timer = make_timer(verb, group, number)
         counted = self._numbers.get(own)
         model = self._number_on(group) if counted is None else counted.number
         watchdog = self._watchdogs[own] if own in self._watchdogs else self._watchdog_of(group)

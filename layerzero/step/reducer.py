@@ -28,8 +28,6 @@ from layerzero.step.unit import Unit
 
 Part = tuple[Unit, Callable[[], list[Gradient]]]
 """A unit, and what adds a reduction of it to the delivery and returns its gradients for hooks."""
-ExchangePresence = Callable[[list[Reduction]], Callable[[], list[tuple[Reduction, set[int]]]]]
-"""`exchange_presence` in a context; a plan of memory has one without other ranks."""
 
 
 class GradientReducer:
@@ -59,7 +57,7 @@ class GradientReducer:
         self.unit_flags = {}
         self._in_flight: list[Reduction] = []
         self._undelivered: list[Reduction] = []
-        self.exchange_presence: ExchangePresence = partial(exchange_presence, context)
+        self.exchange_presence: Callable[..., Any] = partial(exchange_presence, context)
         self._delivery = Delivery()
 
     def __del__(self) -> None:

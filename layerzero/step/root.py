@@ -83,24 +83,22 @@ class RootState:
         self.wrapper_ref = lambda: None
         self.device = device
         self.tensor_parallel_groups = tensor_parallel_groups
-        placements = dict.fromkeys(h.placement for unit in units for h in unit.handles)
-        self.placements = tuple(placements)
-        groups = [group for placement in placements for group in placement.all_groups]
+        self.placements = tuple(dict.fromkeys(h.placement for unit in units for h in unit.handles))
+        groups = [group for placement in self.placements for group in placement.all_groups]
         self.streams = self._make_streams(any(group.backend == "gloo" for group in groups))
-        self.operations = self._operations(device, self.streams, placements, tensor_parallel_groups)
+        # Extensions refer to units, and these to the context: a cycle would outlive the model.
+        extensions = cast(Extensions, weakref.proxy(self.extensions))
+        self.operations = self._operations(
+            device, self.streams, extensions, self.placements, tensor_parallel_groups
+        )
+        limiter, owner = RateLimiter(budget), weakref.ref(self)
         self.context = RuntimeContext(
-            device,
-            self.streams,
-            self.operations,
-            RateLimiter(budget),
-            owner=weakref.ref(self),
-            extensions=self.extensions,
+            device, self.streams, self.operations, limiter, owner, extensions
         )
         depth, mode = arguments.forward_prefetch, arguments.backward_prefetch
         self.scheduler = UnshardScheduler(self.context, self.units, depth, mode)
         in_flight = parse_nbytes(arguments.reduction.in_flight or 0, "in_flight", 0)
-        accumulation = arguments.accumulation
-        self.reducer = GradientReducer(self.context, self.units, accumulation, in_flight)
+        self.reducer = GradientReducer(self.context, self.units, arguments.accumulation, in_flight)
         self._forward_pass = ForwardPass(0)
         self.backward = Backward(self.context, self.units, self.scheduler, self.reducer)
         shared: dict[Placement, Placement] = {}

@@ -145,7 +145,6 @@ class Recorder(Extension):
         self._steps: dict[int, int] = {}
         self._parameters = {id(p) for unit in root.units for p in unit.sharded_params}
         root.extensions.add(self)
-        root.operations.time_by = self._timer_of
         self._step_hook = register_optimizer_step_post_hook(self._after_step)
         self.record = Record(own_rank(), self.clock.now(), None, clock_error=error)
 
@@ -160,7 +159,6 @@ class Recorder(Extension):
 
     def leave(self) -> None:
         self._root.extensions.remove(self)
-        self._root.operations.time_by = None
         self._step_hook.remove()
 
     @_disable_dynamo
@@ -221,7 +219,7 @@ class Recorder(Extension):
     def _waited(self, job: int, blocker: int) -> None:
         self.record.waits.append(Wait(job, blocker, self._wait_begin, self.clock.now()))
 
-    def _timer_of(self, verb: str, group: ShardGroup, number: int) -> HopTimer | None:
+    def timer(self, verb: str, group: ShardGroup, number: int) -> HopTimer | None:
         index = self._asked
         if verb == _PRESENCE:
             # It counts for the unit that was reduced last.

@@ -18,11 +18,12 @@ from torch.nn.parameter import is_lazy
 
 from layerzero.build.arguments import Arguments
 from layerzero.build.compare import Rows
-from layerzero.build.plan import Feature, WrapPlan
+from layerzero.build.plan import WrapPlan
 from layerzero.build.wrap import UnitPlan
 from layerzero.config import MixedPrecision, OffloadPolicy
 from layerzero.flat.groups import resolve_process_groups
 from layerzero.flat.tensor_parallel import local_of
+from layerzero.step.extension import Extension
 from layerzero.version import __version__
 
 _ALIKE = (
@@ -36,7 +37,7 @@ _OF_UNITS = (
 """Arguments of a model, and of its units, that are compared as they are."""
 
 
-class SamePlan(Feature):
+class SamePlan(Extension):
     """Versions, arguments and the model's outline, of which every rank of a model has the same."""
 
     def __init__(self, plan: WrapPlan, given: Arguments) -> None:

@@ -11,18 +11,18 @@ from __future__ import annotations
 import torch
 
 from layerzero.build.compare import Exchange, hash_of
-from layerzero.build.plan import Feature
 from layerzero.flat.placement import Placement
 from layerzero.flat.tensor_parallel import local_of
 from layerzero.notices import some_ranks, warn_once
 from layerzero.ops.reference import bits_of
+from layerzero.step.extension import Extension
 from layerzero.step.root import RootState
 from layerzero.verify.checksums import run_crc32
 
 _WHAT = "initial values"
 
 
-class StartValues(Feature):
+class StartValues(Extension):
     """Warns if ranks of a model, whose values come from no single rank, start from others."""
 
     def __init__(self, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from layerzero import guards
 from layerzero.build.arguments import Arguments, check_arguments
-from layerzero.build.plan import AnyGroup, Feature, WrapPlan
+from layerzero.build.plan import AnyGroup, WrapPlan
 from layerzero.build.topology import Topology
 from layerzero.build.wrap import UnitPlan
 from layerzero.config import size_text
@@ -26,6 +26,7 @@ from layerzero.optim import norm, steps
 from layerzero.optim.sharded_params import live_roots
 from layerzero.state_dict import module_state
 from layerzero.state_dict.torch_gather import patch_torch
+from layerzero.step.extension import Extension, Extensions
 from layerzero.step.methods import shown_by
 from layerzero.step.root import RootState, root_if_alive
 from layerzero.step.unit import Unit, get_unit
@@ -69,7 +70,7 @@ def find_features(
     given: Arguments,
     units: Sequence[UnitPlan],
     everyone: tuple[int, ...],
-) -> list[Feature]:
+) -> list[Extension]:
     """The features that decide on which ranks units are, if all units can be. Not collective.
     `everyone`: the ranks that share the model."""
     refuse(module, units)
@@ -77,22 +78,24 @@ def find_features(
         from layerzero.memory_budget.learner import refuse_what_it_chooses
 
         refuse_what_it_chooses(given)
-    found: list[Feature] = [_Always()]
+    found: list[Extension] = [_Always()]
+    groups: Mapping[int, AnyGroup] = {}
     if any(not _OF_EXPERTS.isdisjoint(unit.arguments) for unit in units):
         from layerzero.experts.units import Experts
 
-        found.append(Experts(module, units, everyone))
+        experts = Experts(module, units, everyone)
+        found.append(experts)
+        groups = experts.groups()
     is_nested = any(unit.existing is not None for unit in units)
     if is_nested or given.optional_modules or given.optional_mean != "all":
         from layerzero.optional.arguments import OptionalModules
 
-        groups: dict[int, AnyGroup] = {p: group for e in found for p, group in e.groups.items()}
         modules, mean = given.optional_modules, given.optional_mean
         found.append(OptionalModules(module, modules, mean, units, groups, everyone))
     return found
 
 
-class _Always(Feature):
+class _Always(Extension):
     """The part of every model; the first feature, so that its extensions come before others."""
 
     def new_unit(self, unit: Unit) -> None:
@@ -108,10 +111,10 @@ class _Always(Feature):
 
 def with_comparisons(plan: WrapPlan, given: Arguments) -> WrapPlan:
     """The plan with features that compare what ranks build, and the values that they start from."""
-    compared: list[Feature] = [SamePlan(plan, given)]
+    compared: list[Extension] = [SamePlan(plan, given)]
     if not given.sync_module_states:
         compared.append(StartValues(plan.device))
-    return replace(plan, features=[*plan.features, *compared])
+    return replace(plan, extensions=Extensions([*plan.extensions.of(Extension), *compared]))
 
 
 def install(root: RootState, module: nn.Module, plan: WrapPlan, topology: Topology) -> None:

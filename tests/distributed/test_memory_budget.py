@@ -28,6 +28,7 @@ from layerzero.memory_budget import MemoryChoice
 from layerzero.memory_budget.learner import Learned, Settings
 from layerzero.memory_budget.storages import StorageCount
 from tests.harness.counted_memory import Measured, _threads_counted, measure
+from tests.harness.internals import Buffer
 from tests.harness.models import Parts, tensors_of
 from tests.harness.planned_models import CASES, Batch, Block, Tower
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks, run_ranks
@@ -199,7 +200,6 @@ def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
 @on_ranks(2)
 def test_nothing_is_left_once_the_choice_is_made() -> None:
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-    resize = torch.UntypedStorage.resize_
     batch = (torch.randn(8, 96),)
 
     def train(model: nn.Module, steps: int) -> Tensor:
@@ -228,7 +228,7 @@ def test_nothing_is_left_once_the_choice_is_made() -> None:
     # A model goes while it learns.
     del models[1]
     gc.collect()
-    assert not stack() and torch.UntypedStorage.resize_ is resize
+    assert not stack() and not Buffer.told
     root = models[0]._root_state
     assert len(root.extensions.before_forward) == len(plain._root_state.extensions.before_forward)
     assert not root.extensions.begin_action

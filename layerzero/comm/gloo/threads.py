@@ -23,6 +23,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,13 +35,22 @@ from layerzero.watch.thread import end_with
 class FinishingStream(InlineStream):
     """An inline stream whose thread finishes its collectives, in order of issue."""
 
+    is_late = False
+    """Whether work runs only once it is waited for, the latest that the thread may come to it: what
+    a step holds at most is then the same from run to run. Change it between steps."""
+
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[OnThread | None] = queue.SimpleQueue()
         self._last: OnThread | None = None
         self._thread: threading.Thread | None = None
+        self._late: deque[OnThread] = deque()
 
     def start_after(self, first: Waitable | None, issue: Callable[[], Waitable]) -> Waitable:
-        """Let the thread start a collective, after `first`. Does not block the host."""
+        """Let the thread start a collective, after `first`. Does not block the host, unless late:
+        a gather that waits for another does not start late."""
+        if self.is_late and first is not None:
+            first.wait()
+            first = None
         if first is None and (self._last is None or self._last.is_done):
             return issue()
         return self._enqueue(partial(super().start_after, first, issue))
@@ -52,6 +62,10 @@ class FinishingStream(InlineStream):
             last.wait_until_idle()
 
     def _enqueue(self, work: Callable[[], Waitable | None]) -> Waitable:
+        if self.is_late:
+            self._last = OnThread(work, threading.current_thread(), self._late)
+            self._late.append(self._last)
+            return self._last
         if self._thread is None:
             # A daemon: a thread that waits for a dead peer must not keep the process from exiting.
             self._thread = threading.Thread(
@@ -81,11 +95,18 @@ class FinishingStream(InlineStream):
 
 
 class OnThread:
-    """Work for the stream's thread; may start a collective, which `wait` then waits for as well."""
+    """Work for the stream's thread; may start a collective, which `wait` then waits for as well.
+    The thread that waits runs what is late, after all that is `late` before it."""
 
-    def __init__(self, work: Callable[[], Waitable | None], thread: threading.Thread) -> None:
+    def __init__(
+        self,
+        work: Callable[[], Waitable | None],
+        thread: threading.Thread,
+        late: deque[OnThread] | None = None,
+    ) -> None:
         self._work: Callable[[], Waitable | None] | None = work
         self._thread = thread
+        self._late = late
         self._started: Waitable | None = None
         self._error: BaseException | None = None
         self._has_run = threading.Event()
@@ -106,6 +127,8 @@ class OnThread:
             self._has_run.set()
 
     def wait_until_idle(self) -> None:
+        while self._late and not self.is_done:
+            self._late.popleft().run()
         while not self._has_run.wait(timeout=1.0):
             if not self._thread.is_alive():
                 raise RuntimeError(
