@@ -76,6 +76,10 @@ class Contender:
 
     save: Callable[[str], object]
     load: Callable[[str], object]
+    copies: bool = True
+    """Whether a save takes as much memory as it writes: in the page cache, say."""
+    saved: Sequence[torch.Tensor] = ()
+    """What it saves."""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -93,6 +97,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "layerzero": Contender(
             lambda path: checkpoint.save(path, model, optimizer),
             lambda path: checkpoint.load(path, model, new_optimizer(model)),
+            copies=False,
+            saved=values(model, optimizer),
         ),
         "dcp": dcp_contender(model, optimizer, checkpoint),
     }
@@ -105,14 +111,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if dist.get_rank() == 0:
             shutil.rmtree(path, ignore_errors=True)
             os.sync()
-        took = []
-        for work in (contenders[name].save, contenders[name].load):
-            # The host of a virtual machine reclaims memory that was not used for a while, and
-            # getting it back may be slower than the disk. So every contender starts with memory
-            # that was just touched, on small and huge pages.
-            touch_memory(nbytes)
-            pages(nbytes // dist.get_world_size()).fill_(1)
+        took, contender = [], contenders[name]
+        # A virtual machine gives free memory back to its host. Getting it again may be slower than
+        # the disk, and so is all memory while that goes on, or that was not used for a while. So a
+        # contender rests until what the last one freed is gone. Then it begins with what it saves
+        # just used, as by a step, and the memory that it will take just freed.
+        time.sleep(_REST_S)
+        for tensor in contender.saved:
+            tensor.sum()
+        for work, takes in ((contender.save, contender.copies), (contender.load, True)):
+            held = None
+            if takes:
+                touch_memory(nbytes)  # On small pages, and on huge ones.
+                held = pages(nbytes // dist.get_world_size()).fill_(1)
             dist.barrier()
+            del held
             start = time.perf_counter()
             work(path)
             took.append(max_over_ranks(time.perf_counter() - start))
@@ -164,9 +177,18 @@ def dcp_contender(model: nn.Module, optimizer: torch.optim.Optimizer, helpers: A
         helpers.set_model_state_dict(model, into["model"])
         helpers.set_optimizer_state_dict(model, fresh, into["optimizer"])
 
-    return Contender(save, load)
+    return Contender(save, load, saved=values(model, optimizer))
 
 
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """This rank's part of the weights and the optimizer's state."""
+    states = (each for state in optimizer.state.values() for each in state.values())
+    return [
+        getattr(each, "_local_tensor", each).detach() for each in (*model.parameters(), *states)
+    ]
+
+
+_REST_S = 2.5
 _REQUEST_NBYTES = 8 << 20
 _DD = ("dd", "bs=8M", "status=none")
 
@@ -211,7 +233,7 @@ def disk_contender(nbytes: int) -> Contender:
             if sum(pool.map(move, windows)) != len(data):
                 raise RuntimeError("the system moved less than it was asked for")
 
-    return Contender(save, load)
+    return Contender(save, load, copies=False, saved=[memory])
 
 
 def touch_memory(nbytes: int) -> None:

@@ -44,10 +44,10 @@ _MIN_NBYTES = 256 << 10
 """Smallest direct transfer; smaller ones are left to the page cache."""
 _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 """Errors by which a file system refuses O_DIRECT, or memory that is not aligned."""
-BATCH_NBYTES = 8 << 20
+BATCH_NBYTES = 4 << 20
 """Largest batch, so that it is still in the CPU cache when it is moved after being checksummed, or
 the other way round."""
-_NUM_THREADS = 4
+_NUM_THREADS = 8
 
 
 class _File:
@@ -372,22 +372,36 @@ def _move(
             of_thread.block = _block(devices)
         return move(file, of_thread.block, batch)
 
-    for name, own in by_file.items():
-        batches = [batch for region in _regions(own) for batch in _cut(region)]
-        try:
-            # The disk works on the next batches while one is copied and checksummed. Threads end
-            # before the file is closed.
-            with (
-                contextlib.closing(open_file(folder / name)) as file,
-                ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer") as pool,
-            ):
-                for found in pool.map(functools.partial(run, file), batches):
-                    crcs += found
-                file.finish()
-        except OSError as error:
-            raise OSError(f"{folder / name}: {error}") from error
-        parts += itertools.chain.from_iterable(batches)
+    def finish(path: Path, file: File, found: Iterable[list[int]]) -> None:
+        with _naming(path):
+            crcs.extend(itertools.chain.from_iterable(found))
+            file.finish()
+        file.close()
+
+    # The disk works on the next batches, of the next file too, while one is copied and checksummed.
+    pool, begun = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer"), list[Any]()
+    with contextlib.ExitStack() as files, contextlib.ExitStack() as threads:
+        threads.callback(pool.shutdown, cancel_futures=True)  # Before files are closed.
+        for name, own in by_file.items():
+            batches = [batch for region in _regions(own) for batch in _cut(region)]
+            with _naming(folder / name):
+                file = open_file(folder / name)
+            files.callback(file.close)
+            begun.append((folder / name, file, pool.map(functools.partial(run, file), batches)))
+            parts.extend(itertools.chain.from_iterable(batches))
+            if len(begun) > 1:
+                finish(*begun.pop(0))
+        for last in begun:
+            finish(*last)
     return _tallies(transfers, parts, crcs)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 def _tallies(

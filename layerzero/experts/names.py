@@ -93,16 +93,8 @@ def _show_global(
     state_dict.update(entries)
 
 
-def _take_global(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
+def _take_global(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    *_, unexpected_keys, _ = others  # torch's arguments of a hook before a load.
     numbers = numbers_of(module)
     locals_by_number = {number: member for member, number in numbers.items()}
     entries = {}

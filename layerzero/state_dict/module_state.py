@@ -133,16 +133,9 @@ def _show_shards(
 
 
 def _take_shards(
-    unit: Unit,
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
+    local_metadata, *_, error_msgs = others  # torch's arguments of a hook before a load.
     if unit.training_state is TrainingState.SUMMON_FULL_PARAMS:
         return
     if root := root_if_alive(unit):

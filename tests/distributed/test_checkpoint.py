@@ -574,7 +574,7 @@ def test_shards_on_a_device_are_written_through_small_windows(tmp_path: Path) ->
     ):
         save(tmp_path, model, optimizer, step=1)
         assert not runtime.held, "all is given back"
-        assert window <= runtime.most_nbytes <= 4 * window
+        assert window <= runtime.most_nbytes <= 8 * window
         assert set(runtime.sizes) == {window}
         runtime.sizes.clear()
         handle = save(tmp_path, model, optimizer, step=2, blocking=False)

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_390,
+    "": 37_389,
     "flat": 2_221,
     "step": 3_612,
     "comm": 1_375,

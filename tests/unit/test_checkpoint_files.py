@@ -270,10 +270,11 @@ def test_shards_are_written_to_and_read_from_any_place_of_several_files(
 def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
     transfers = [_transfer(64, _drawn(300_000), file=name) for name in "abc"]
     open_files = len(list(Path("/proc/self/fd").iterdir()))
-    for name in "ab":
+    for name in "abc":
         (tmp_path / name).write_bytes(bytes(1000 if name == "b" else 300_064))
     with pytest.raises(OSError, match=r"b: the file now ends at byte 1000: it was truncated"):
         _read_again(tmp_path, transfers)
+    (tmp_path / "c").unlink()
     for move in (read_ranges, write_ranges):
         with pytest.raises(OSError, match=r"c: .*No such file"):
             move(tmp_path, transfers[2:])
