@@ -893,7 +893,7 @@ class Run:
             return
         Branches.uses_all = True
         for model, batch, divisor in self._of_both():
-            loss = model(batch).square().mean() / divisor
+            loss = _loss(model(batch)) / divisor
             if loss.requires_grad:
                 loss.backward(retain_graph=True)
                 loss.backward()
@@ -906,7 +906,7 @@ class Run:
         batch = self._batches()[0].requires_grad_()
         found = []
         for model in (self._model, self._twin):
-            loss = model(batch).square().mean()
+            loss = _loss(model(batch))
             found += torch.autograd.grad(loss, batch)
             assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
         assert_close_in_float64(*found, "gradient of the batch")
@@ -1026,7 +1026,7 @@ class Run:
             return
         batch = self._batches()[self._rank]
         factor = float("nan") if self._rank == self._world - 1 else 1.0
-        loss = self._model(batch).square().mean() * factor / self._own_divisor
+        loss = _loss(self._model(batch)) * factor / self._own_divisor
         if not loss.requires_grad:
             return
         if way == "raise":
@@ -1319,8 +1319,14 @@ def _scaled(scale: float, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient * scale
 
 
+def _loss(output: Tensor) -> Tensor:
+    """A mean whose gradients fall as outputs grow: else roundings of some programs grow with their
+    weights from step to step, to more than an error would be."""
+    return output.square().log1p().mean()
+
+
 def _backward(output: Tensor, divisor: float = 1) -> None:
     """Where there is something to go back through."""
-    loss = output.square().mean() / divisor
+    loss = _loss(output) / divisor
     if loss.requires_grad:
         loss.backward()
