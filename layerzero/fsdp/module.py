@@ -220,7 +220,7 @@ def follow_flags(root: RootState) -> None:
             flags[unit] = waits, in_shards
     root.reducer.unit_flags = flags
     syncs = any(not flags.get(s.unit, (False,))[0] for s in states if s.unit.handles)
-    root.reducer.set_requires_sync(syncs)
+    root.reducer.requires_sync = syncs
 
 
 def _refuse(name: str, advice: str) -> NoReturn:

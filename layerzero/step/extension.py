@@ -48,12 +48,8 @@ class Extension:
         self, placement: Placement, make: Callable[..., Placement], device: torch.device
     ) -> Mapping[int, Placement]:
         """The placement of each unit in `groups`, keyed as there. All ranks agree on the plan;
-        nothing is built yet. Collective over the model's ranks.
-
-        Args:
-            placement: placement of the whole model.
-            make: makes the placement of units with one of these groups.
-        """
+        nothing is built yet. Collective over the model's ranks. `placement` is the whole model's;
+        `make` makes that of units with one of these groups."""
 
     def has_value(self, label: str, value: torch.Tensor, placement: Placement) -> None:
         """A parameter or buffer of the ranks of `placement`, before it is sharded. Not collective.
@@ -157,6 +153,9 @@ class Extension:
         """The action has ended. Not called if it raised; then `before_abort` is."""
 
 
+_EVENTS = [(name, own) for name, own in vars(Extension).items() if not name.startswith("_")]
+
+
 class Extensions:
     """The extensions of one model; for each event, an attribute: the methods to call."""
 
@@ -182,8 +181,10 @@ class Extensions:
         return [each for each in self._all if isinstance(each, kind)]
 
     def _bind(self) -> None:
-        events = [(name, own) for name, own in vars(Extension).items() if not name.startswith("_")]
-        for event, own in events:
-            methods = (getattr(e, event) for e in self._all if getattr(type(e), event) is not own)
-            setattr(self, event, tuple(methods))
+        for event, own in _EVENTS:
+            methods: _Events = ()
+            for each in self._all:
+                if getattr(type(each), event) is not own:
+                    methods += (getattr(each, event),)
+            setattr(self, event, methods)
         self.transport = next((e for e in self._all if isinstance(e, Transport)), Transport())

@@ -65,9 +65,6 @@ class GradientReducer:
         if self.__dict__.get("_in_flight"):
             self._context.before_deletion()
 
-    def set_requires_sync(self, requires_sync: bool) -> None:
-        self.requires_sync = requires_sync
-
     @contextmanager
     def syncing(self, requires_sync: bool) -> Iterator[None]:
         """A context in which `requires_sync` has this value."""

@@ -229,7 +229,7 @@ class ZeRO3(FeatureMethods, ModuleWrapper):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Switch gradient synchronization: False has the effect of `no_sync`, until True is set."""
-        self._root_state.reducer.set_requires_sync(bool(requires_gradient_sync))
+        self._root_state.reducer.requires_sync = bool(requires_gradient_sync)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also where a backward failed before."""
