@@ -36,7 +36,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from layerzero.flat.buffer import Buffer
+from layerzero.flat.buffer import Buffer, BufferEvents
 from layerzero.flat.flatten import OriginalParameter, Slot, build, fill_shard, make_sharded, sizes
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.host_memory import HostMemory
@@ -82,6 +82,8 @@ class FlatParam:
     """Bytes that a gather allocates for the full buffer; 0 where it is the compute shard."""
     gathered: torch.Tensor
     """The full buffer, with the version counter of collectives: gloo's thread increments it."""
+    events: BufferEvents
+    """Called by its buffers."""
     buffer: Buffer
     """Allocates and frees the full buffer."""
     compute_buffer: Buffer
@@ -137,6 +139,7 @@ class FlatParam:
         itemsize = min(dtype.itemsize, compute_dtype.itemsize)
         self.layout = build(*sizes(self.shapes, placement, device, itemsize, row_multiple))
         self.params_on = params_on
+        self.events = BufferEvents()
         if params_on is None:
             self.main_shard = torch.empty(self.layout.shard_numel, dtype=dtype, device=device)
         else:
@@ -174,6 +177,7 @@ class FlatParam:
             reduce_dtype,
             device,
             self.sharded_params,
+            self.events,
             grads_on,
         )
 
@@ -201,7 +205,7 @@ class FlatParam:
             self.full = torch.empty(self.layout.padded_numel, dtype=compute_dtype, device=device)
         self.full_nbytes = 0 if self.is_whole else self.full.nbytes
         self.gathered = self.full.data
-        self.buffer = Buffer(self.full)
+        self.buffer = Buffer(self.full, self.events)
         self.unsharded_params = []
         for index, original in enumerate(originals):
             unsharded = nn.Parameter(
@@ -232,7 +236,7 @@ class FlatParam:
         else:
             self.compute_shard = self.main_shard
         if self.has_compute_shard:
-            self.compute_buffer = Buffer(self.compute_shard)
+            self.compute_buffer = Buffer(self.compute_shard, self.events)
         own = self.layout.shard_numel
         place = placement.main_shard_index * own % max(numel, 1)
         self.compute_slice = self.compute_shard[place : place + own]
@@ -260,7 +264,7 @@ class FlatParam:
         """Have the full buffer and its views, which stay the same objects, lie in `memory`."""
         self.full.data = memory
         self.gathered = self.full.data
-        self.buffer.follow()
+        self.buffer.storage = memory.untyped_storage()
         for index, unsharded in enumerate(self.unsharded_params):
             unsharded.data = self.view_of(self.full.data, index)
 

@@ -22,7 +22,7 @@ from operator import itemgetter
 import torch
 from torch import nn
 
-from layerzero.flat.buffer import Buffer
+from layerzero.flat.buffer import Buffer, BufferEvents
 from layerzero.flat.host_memory import HostMemory
 from layerzero.flat.layout import FlatLayout
 from layerzero.flat.parameter_hooks import STEPPED_BY_TORCH
@@ -65,6 +65,7 @@ class GradientBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded_params: list[nn.Parameter],
+        events: BufferEvents,
         sums_on: HostMemory | None = None,
     ) -> None:
         """
@@ -105,9 +106,10 @@ class GradientBuffer:
                 for index, sharded in enumerate(sharded_params)
                 if index not in self._starts
             ]
-        self.use_arena(Buffer)
+        self._events = events
+        self.use_buffers(Buffer)
 
-    def use_arena(self, make_buffer: Callable[[torch.Tensor], Buffer]) -> None:
+    def use_buffers(self, make_buffer: Callable[[torch.Tensor, BufferEvents], Buffer]) -> None:
         """Let `make_buffer` make the buffers that allocate and free tensors: perhaps in an arena.
         Between passes, while nothing waits."""
         self._make_buffer = make_buffer
@@ -118,7 +120,7 @@ class GradientBuffer:
         """A buffer for all gradients of the flat parameter, without memory."""
         with torch.inference_mode(False):
             flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        area = self._make_buffer(flat)
+        area = self._make_buffer(flat, self._events)
         area.free()
         return area
 

@@ -31,7 +31,7 @@ import torch
 
 from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.config import BackwardPrefetch
-from layerzero.flat.buffer import Buffer
+from layerzero.flat.buffer import Buffer, BufferEvents
 from layerzero.graphs.arena_layout import (
     Event,
     Pass,
@@ -59,8 +59,10 @@ and the host's memory would fill."""
 class ArenaBuffer(Buffer):
     """A buffer that lies in the arena, or is allocated by itself where that has no place for it."""
 
-    def __init__(self, arena: Arena, tensor: torch.Tensor, is_input: bool) -> None:
-        super().__init__(tensor)
+    def __init__(
+        self, arena: Arena, tensor: torch.Tensor, events: BufferEvents, is_input: bool
+    ) -> None:
+        super().__init__(tensor, events)
         self.number = next(arena.numbers)
         self.is_input = is_input
         self._arena = arena
@@ -139,18 +141,20 @@ class Arena(Extension):
         for unit in root.units:
             for handle in unit.handles:
                 if handle.full_nbytes:
-                    handle.buffer = buffer = self._buffer(handle.full, is_input=False)
+                    handle.buffer = buffer = self._buffer(handle.full, handle.events, False)
                     if not unit.is_optional:
                         self._unit_of[buffer.number] = unit.index
-                handle.gradients.use_arena(self._input)
+                handle.gradients.use_buffers(self._input)
 
-    def _buffer(self, tensor: torch.Tensor, is_input: bool) -> ArenaBuffer:
-        buffer = ArenaBuffer(self, tensor, is_input)
+    def _buffer(self, tensor: torch.Tensor, events: BufferEvents, is_input: bool) -> ArenaBuffer:
+        buffer = ArenaBuffer(self, tensor, events, is_input)
         self._buffers[buffer.number] = buffer
         return buffer
 
-    def _input(self, tensor: torch.Tensor) -> Buffer:
-        return self._buffer(tensor, is_input=True) if tensor.nbytes else Buffer(tensor)
+    def _input(self, tensor: torch.Tensor, events: BufferEvents) -> Buffer:
+        if tensor.nbytes:
+            return self._buffer(tensor, events, is_input=True)
+        return Buffer(tensor, events)
 
     def reserve(self, taken: ArenaBuffer, is_behind: bool) -> None:
         """Choose the place: in the order of the host, which is the same in every step."""

@@ -182,6 +182,10 @@ class Learner(Extension):
                 self._stop()
                 self._choose()
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if self._meter is not None:
+            self._meter.resized(storage)
+
     def begin_action(self, action: str, unit: str) -> None:
         if self._meter is not None and action in ("unshard", "reduce"):
             self._note(self._meter.look())
@@ -291,7 +295,7 @@ def _apply(root: RootState, settings: Settings) -> None:
     scheduler.backward_prefetch = BackwardPrefetch.BACKWARD_PRE if settings.prefetches else None
     scheduler.recorder.forget()  # Units may stay full that did not.
     # It would count units that are kept; the choice bounds what is ahead.
-    root.context.limiter.set_budget(GatherBudget())
+    root.context.limiter.budget = GatherBudget()
 
 
 def _versions(root: RootState) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """StorageCount: the bytes of all tensor storages that live, their peak, and what they are for.
 
 A dispatch mode sees each storage when an operation first returns a tensor on it; a weak reference
-tells when it dies, and the engine when it resizes the storage of a `Buffer`. So the cost of an
-operation does not depend on how many storages live.
+tells when it dies, and the event `resized` when the engine resizes it. So the cost of an operation
+does not depend on how many storages live.
 
 Not counted: what a kernel allocates and frees inside one operation, which returns no tensor on it;
 what others resize.
@@ -22,8 +22,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,6 @@ from torch import nn
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-
-from layerzero.flat.buffer import Buffer
 
 _PLAIN = torch.Tensor.__torch_dispatch__
 
@@ -47,7 +46,7 @@ class Counted:
 
 
 class StorageCount:
-    """Counts storages while `watching`; the counts hold no storage alive."""
+    """Counts the storages that a `CountingMode` sees; the counts hold no storage alive."""
 
     live: int
     """Bytes of the storages that live now."""
@@ -67,12 +66,6 @@ class StorageCount:
         self._lock = threading.RLock()  # Storages die, and are resized, on any thread.
         self._at_peak: list[tuple[Counted, int]] = []
         self._is_rising = True
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Count what this thread's operations allocate, and what any thread resizes."""
-        with told_of_resizes(self), CountingMode(self):
-            yield
 
     @contextmanager
     def of_kind(self, kind: str) -> Iterator[None]:
@@ -105,7 +98,9 @@ class StorageCount:
         for tensor in tensors:
             self.note(tensor)
             for part in _parts(tensor):
-                self._counted[part.untyped_storage()._cdata].kind = kind
+                storage = part.untyped_storage()
+                self._counted[storage._cdata].kind = kind
+                self.resized(storage)  # Perhaps before this count heard of it.
 
     def by_kind(self) -> dict[str, int]:
         """Bytes that live now."""
@@ -128,6 +123,7 @@ class StorageCount:
         return died
 
     def resized(self, storage: torch.UntypedStorage) -> None:
+        """On any thread."""
         with self._lock:
             counted = self._counted.get(storage._cdata)
             if counted is not None and counted.alive() is storage:
@@ -175,18 +171,6 @@ class CountingMode(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def told_of_resizes(count: StorageCount) -> Iterator[None]:
-    """Inside, `count` is told of buffers that are resized, on any thread. Several counts may be,
-    and end in any order."""
-    tell = count.resized
-    Buffer.told += (tell,)
-    try:
-        yield
-    finally:
-        Buffer.told = tuple(each for each in Buffer.told if each != tell)
-
-
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -208,6 +192,8 @@ class Meter(NamedTuple):
 
     look: Callable[[], int]
     """Returns the most bytes that lived since the last look."""
+    resized: Callable[[torch.UntypedStorage], None]
+    """To be called with each storage that the engine resizes."""
     stop: Callable[[], None]
     """May be called after the model is gone."""
 
@@ -217,14 +203,12 @@ def start_meter(device: torch.device, model: nn.Module) -> Meter:
     this thread hold, and the model."""
     if device.type == "cpu":
         count = StorageCount()
-        mode, counting = _TouchingMode(count), ExitStack()
-        counting.enter_context(told_of_resizes(count))
+        mode = _TouchingMode(count)
         for tensor in (*model.parameters(), *model.buffers()):
             count.note(tensor)
         _insert(mode)
-        counting.callback(_remove, mode)
         count.restart()
-        return Meter(count.restart, counting.close)
+        return Meter(count.restart, count.resized, partial(_remove, mode))
     module = torch.get_device_module(device)
 
     def look() -> int:
@@ -233,7 +217,7 @@ def start_meter(device: torch.device, model: nn.Module) -> Meter:
         return peak
 
     look()
-    return Meter(look, lambda: None)
+    return Meter(look, lambda storage: None, lambda: None)
 
 
 class _TouchingMode(CountingMode):

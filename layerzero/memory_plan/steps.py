@@ -13,6 +13,7 @@ import functools
 import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,7 @@ from layerzero.comm.gloo.threads import FinishingStream
 from layerzero.comm.streams import ChainedCollectives, InlineStream, Streams, Waitable
 from layerzero.flat.parameter_info import get_info
 from layerzero.flat.placement import ShardGroup
-from layerzero.memory_budget.storages import StorageCount, sums
+from layerzero.memory_budget.storages import CountingMode, StorageCount, sums
 from layerzero.memory_plan.arguments import Prepared, topology_of
 from layerzero.step.extension import Extension
 from layerzero.step.handle import FlatParamHandle
@@ -89,7 +90,7 @@ class _Moments(Extension):
     """Notes which unit is at work, and what its gradients and reductions hold; asks no rank."""
 
     def __init__(self, units: Sequence[Unit], count: StorageCount) -> None:
-        self._units = {unit.label: unit for unit in units}
+        self._units = weakref.WeakValueDictionary({unit.label: unit for unit in units})
         self._count = count
         self._before = ("", ""), ""
         """Moment and kind before a reduction."""
@@ -106,6 +107,9 @@ class _Moments(Extension):
     def exchange_presence(self, reductions: Sequence[Reduction]) -> Callable[[], Any]:
         """Every rank has the gradients that this one has."""
         return lambda: [(reduction, reduction.present) for reduction in reductions]
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        self._count.resized(storage)
 
     def begin_action(self, action: str, unit: str) -> None:
         if action == "reduce":
@@ -261,7 +265,7 @@ class PlannedRank:
             torch.inference_mode(False),
             torch.enable_grad(),
             self._mode,
-            self._count.watching(),
+            CountingMode(self._count),
         ):
             # Engine and torch compare addresses, of which hollow tensors have none.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from layerzero.step.extension import Extensions
 from layerzero.step.operations import Operations
 
 _logger = logging.getLogger(__name__)
+_profiling = torch.autograd._profiler_enabled
 
 
+@dataclass
 class RateLimiter:
     """Counts resident full buffers against a budget: of units, or of bytes.
 
@@ -32,12 +34,8 @@ class RateLimiter:
     the event of the last free before it writes a new full buffer (docs/internals/streams.md).
     """
 
-    def __init__(self, budget: GatherBudget) -> None:
-        self.budget = budget
-        self.reset()
-
-    def set_budget(self, budget: GatherBudget) -> None:
-        self.budget = budget
+    budget: GatherBudget
+    num_units = nbytes = 0
 
     def make_room_for(self, depth: int) -> None:
         """Raise the default budget for prefetch lists of this length; never the user's own."""
@@ -65,13 +63,18 @@ class RateLimiter:
         self.nbytes -= nbytes
 
 
+@dataclass(eq=False)
 class RuntimeContext:
     """Shared by the units of one model. Units reference it; it references no unit."""
 
-    extensions: Extensions
+    device: torch.device
+    streams: Streams
+    operations: Operations
+    limiter: RateLimiter
     owner: Callable[[], object | None]
     """Weak reference to the root state, for code above the unit (`root_of` in root.py)."""
-    replaced: list[str]
+    extensions: Extensions
+    replaced: list[str] = field(default_factory=list)
     """Names of unsharded parameters that the model's forward has replaced by other objects."""
     in_backward = False
     """Whether autograd is running a backward pass of this model."""
@@ -80,24 +83,6 @@ class RuntimeContext:
     shard_uploaded: Event = None
     """Event after the last copy of a main shard from the host; None once the host waited for it."""
     _logs = False
-
-    def __init__(
-        self,
-        device: torch.device,
-        streams: Streams,
-        operations: Operations,
-        limiter: RateLimiter,
-        owner: Callable[[], object | None],
-        extensions: Extensions,
-    ) -> None:
-        self.device = device
-        self.extensions = extensions
-        self.streams = streams
-        self.operations = operations
-        self.limiter = limiter
-        self.owner = owner
-        self.replaced = []
-        self._profiling = torch.autograd._profiler_enabled
 
     def set_in_backward(self, in_backward: bool) -> None:
         self.in_backward = in_backward
@@ -153,7 +138,7 @@ class RuntimeContext:
         if self._logs:
             _logger.debug("LayerZeRO3.%s(%s)", action, unit)
         inner: AbstractContextManager[object] = NOTHING
-        if self._profiling():
+        if _profiling():
             inner = torch.profiler.record_function(f"LayerZeRO3.{action}({unit})")
         if self.extensions.begin_action:
             return self._watched(action, unit, inner)

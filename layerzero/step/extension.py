@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from layerzero.comm import collectives
+from layerzero.flat.buffer import BufferEvents
 from layerzero.flat.placement import Placement
 
 E = TypeVar("E", bound="Extension")
@@ -141,6 +142,9 @@ class Extension:
         """The gradients of a unit are reduced, and not delivered yet. May write the chunk, on the
         reduce stream. With this method, the host waits for reductions on CPU."""
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A `Buffer`, whose storage this is, was allocated or freed, on whichever thread."""
+
     def timer(self, verb: str, group: Any, number: int) -> object:
         """The timer (pending.py) of a collective that is named now, unless it is one of tensor
         parallelism. `number`: its number in the model; of experts negative."""
@@ -165,8 +169,10 @@ class Extensions:
 
         def __getattr__(self, event: str) -> _Events: ...
 
-    def __init__(self, extensions: Iterable[Extension] = ()) -> None:
-        self._all = [*extensions]
+    def __init__(
+        self, extensions: Iterable[Extension] = (), of_buffers: Sequence[BufferEvents] = ()
+    ) -> None:
+        self._all, self._of_buffers = [*extensions], of_buffers
         self._bind()
 
     def add(self, extension: Extension) -> None:
@@ -187,4 +193,6 @@ class Extensions:
                 if getattr(type(each), event) is not own:
                     methods += (getattr(each, event),)
             setattr(self, event, methods)
+        for events in self._of_buffers:
+            events.resized = self.resized
         self.transport = next((e for e in self._all if isinstance(e, Transport)), Transport())

@@ -77,7 +77,7 @@ class RootState:
     ) -> None:
         self.units = list(units)
         self.arguments = arguments
-        self.extensions = Extensions()
+        self.extensions = Extensions((), [h.events for unit in units for h in unit.handles])
         self.ignored = ignored
         ignored.name_in(self.units[0].module)
         self.wrapper_ref = lambda: None

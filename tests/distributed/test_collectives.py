@@ -26,7 +26,7 @@ from layerzero import (
     units,
 )
 from layerzero.checkpoint import get_model_state_dict
-from layerzero.memory_budget.storages import StorageCount
+from layerzero.memory_budget.storages import CountingMode, StorageCount
 from layerzero.ops import ordered_sum_
 from tests.harness.checks import assert_bitwise, named
 from tests.harness.compare import linears, zero3
@@ -218,7 +218,7 @@ def test_sums_have_the_bits_of_a_sum_in_rank_order_and_take_little_memory(world_
             wanted = ordered_sum_(torch.empty_like(summed), parts, 1 / size)
             assert torch.equal(summed, wanted), (dtype, order)
     count = StorageCount()
-    with count.watching():
+    with CountingMode(count):
         given = torch.zeros(size * NUMEL)
         operation = Operation("reduce-scatter", "a unit", number + 1)
         summed, pending = reduce_scatter(given, group, operation)

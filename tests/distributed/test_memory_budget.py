@@ -3,9 +3,11 @@
 
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from layerzero import (
     BackwardPrefetch,
     MixedPrecision,
+    OffloadPolicy,
     ReductionPolicy,
     ZeRO3,
     join,
@@ -27,8 +30,8 @@ from layerzero import (
 from layerzero.memory_budget import MemoryChoice
 from layerzero.memory_budget.learner import Learned, Settings
 from layerzero.memory_budget.storages import StorageCount
-from tests.harness.counted_memory import Measured, _threads_counted, measure
-from tests.harness.internals import Buffer
+from tests.harness.counted_memory import Measured, measure, watching
+from tests.harness.internals import Extension
 from tests.harness.models import Parts, tensors_of
 from tests.harness.planned_models import CASES, Batch, Block, Tower
 from tests.harness.ranks import KeptRanks, of_all_ranks, on_ranks, run_ranks
@@ -65,7 +68,7 @@ def _train(
     count = StorageCount()
     torch.manual_seed(0)
     peaks = []
-    with count.watching(), _threads_counted(count):
+    with watching(count):
         args, kwargs = of_case.batch()
         args = tuple(each.repeat(repeats_batch, *[1] * (each.ndim - 1)) for each in args)
         try:
@@ -197,6 +200,46 @@ def test_what_cannot_be_held_is_refused_on_every_rank() -> None:
         model(torch.ones(1, 2))
 
 
+class _Resizes(Extension):
+    def __init__(self) -> None:
+        self.nbytes: Counter[int] = Counter()
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        self.nbytes[storage.nbytes()] += 1
+
+
+@on_ranks(2)
+def test_each_resize_is_an_event_of_the_extensions_of_its_own_model() -> None:
+    arguments: tuple[dict[str, Any], ...] = (
+        {},
+        {"mixed_precision": BFLOAT16, "offload": OffloadPolicy(grads=True)},
+        {"mixed_precision": BFLOAT16, "zero3_size": 1},
+        {"arena": True},
+    )
+    resize = torch.UntypedStorage.resize_
+    for given in arguments:
+        seen: Counter[int] = Counter()
+
+        def counted(storage: torch.UntypedStorage, nbytes: int, seen: Any = seen) -> Any:
+            seen[nbytes] += 1
+            return resize(storage, nbytes)
+
+        model, other = (ZeRO3(Tower(), auto_wrap_policy={Block}, **given) for _ in range(2))
+        events, others = _Resizes(), _Resizes()
+        model._root_state.extensions.add(events)
+        other._root_state.extensions.add(others)
+        with mock.patch.object(torch.UntypedStorage, "resize_", counted):
+            for _ in range(3):
+                with model.no_sync():
+                    model(torch.ones(3, 96)).sum().backward()
+                model(torch.ones(3, 96)).sum().backward()
+                model.zero_grad()
+            model._root_state.extensions.remove(events)
+        assert events.nbytes == seen and min(seen) == 0 < max(seen), given
+        model(torch.ones(3, 96)).sum().backward()
+        assert events.nbytes == seen and not others.nbytes, given
+
+
 @on_ranks(2)
 def test_nothing_is_left_once_the_choice_is_made() -> None:
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack
@@ -228,8 +271,9 @@ def test_nothing_is_left_once_the_choice_is_made() -> None:
     # A model goes while it learns.
     del models[1]
     gc.collect()
-    assert not stack() and not Buffer.told
+    assert not stack()
     root = models[0]._root_state
+    assert not any(handle.events.resized for unit in root.units for handle in unit.handles)
     assert len(root.extensions.before_forward) == len(plain._root_state.extensions.before_forward)
     assert not root.extensions.begin_action
     text = str(models[0].memory_choice)

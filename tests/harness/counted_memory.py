@@ -42,7 +42,7 @@ def measure(
     is without the batch.
     """
     count = StorageCount()
-    with count.watching(), _threads_counted(count):
+    with watching(count):
         model = ZeRO3(make(), **arguments)
         args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, batch)
         stepper = OPTIMIZERS[optimizer](model.parameters(), lr=1e-4)
@@ -74,13 +74,23 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs:
 
 
 @contextlib.contextmanager
-def _threads_counted(count: StorageCount) -> Iterator[None]:
-    """Count what threads of streams allocate that are started inside."""
-    run_all = threads._run_all
+def watching(count: StorageCount) -> Iterator[None]:
+    """Count what operations of this thread allocate, and of threads of streams that are started
+    inside; and what anything resizes, whether or not the engine tells its extensions."""
+    run_all, resize = threads._run_all, torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = resize(storage, nbytes)
+        count.resized(storage)
+        return result
 
     def counted(work: SimpleQueue[Any]) -> None:
         with CountingMode(count):
             run_all(work)
 
-    with mock.patch.object(threads, "_run_all", counted):
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        mock.patch.object(threads, "_run_all", counted),
+        CountingMode(count),
+    ):
         yield

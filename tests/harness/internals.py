@@ -26,7 +26,6 @@ from layerzero.comm.pending import Operation, Pending
 from layerzero.comm.streams import DeviceStream, InlineStream, Streams, Waitable, _OnStream
 from layerzero.errors import CollectiveError
 from layerzero.flat import flatten, groups, host_memory
-from layerzero.flat.buffer import Buffer
 from layerzero.flat.flat_param import FlatParam
 from layerzero.flat.gradient_sums import GradientSums
 from layerzero.flat.gradients import GradientBuffer
