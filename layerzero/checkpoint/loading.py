@@ -2,8 +2,9 @@
 
     open      the first rank reads and checks names, sizes and the manifest, and sends them to all
     match     every rank finds its shards; missing or unfitting tensors are an error on all ranks
-    read      every rank reads its runs into new host memory; ranks exchange checksums
-    verify    checksums of what all ranks read are compared with those in the manifest
+    read      every rank reads its runs into new host memory, those of the model already while it
+              finds those of the optimizer; ranks exchange checksums
+    verify    every rank compares the checksums of what all read with those in the manifest
     apply     values are copied into parameters, optimizer and scheduler
 
 Only the last step changes anything, and it reads no file.
@@ -15,7 +16,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from layerzero.checkpoint.format.inventory import (
 )
 from layerzero.checkpoint.format.manifest import Manifest
 from layerzero.checkpoint.source import Source, check_crc, open_source
-from layerzero.checkpoint.transfer import Tally, Transfer, read_ranges, sum_tallies
+from layerzero.checkpoint.transfer import ReadRanges, Tally, Transfer, sum_tallies
 from layerzero.errors import CheckpointError
 from layerzero.notices import some
 from layerzero.optim.huge_pages import prefer_huge_pages
@@ -118,28 +119,31 @@ def load(
     if rename is not None:
         source = source.renamed(rename)
     plan = LoadPlan(source, model, strict)
+    with ReadRanges(source.folder) as reading:
 
-    def find() -> dict[str, Any]:
-        plan.match_model()
-        if optimizers:
-            plan.match_optimizers(optimizers)
-        if schedulers is not None:
-            plan.match_schedulers(schedulers)
-        nbytes = sum(transfer.entry.tensor.nbytes for transfer in plan.transfers)
-        return {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": nbytes}
+        def find() -> dict[str, Any]:
+            plan.match_model()
+            reading.start(plan.transfers)
+            num_read = len(plan.transfers)
+            if optimizers:
+                plan.match_optimizers(optimizers)
+            if schedulers is not None:
+                plan.match_schedulers(schedulers)
+            reading.start(plan.transfers[num_read:])
+            nbytes = sum(transfer.entry.tensor.nbytes for transfer in plan.transfers)
+            return {"wanted": sorted(plan.wanted), "missing": plan.missing, "nbytes": nbytes}
 
-    summaries = together.exchange("names to load", find)
-    _check_names(source, summaries, strict, together)
-    tallies: list[Tally] = []
+        def read() -> list[Tally]:
+            read = [*zip(plan.transfers, reading.finish(), strict=True)]
+            # What every rank reads all of, it checks on its own.
+            _verify(source, [[tally for each, tally in read if each.entry.is_whole]])
+            return [tally for each, tally in read if not each.entry.is_whole]
 
-    def read() -> list[Tally]:
-        tallies.extend(read_ranges(source.folder, plan.transfers))
-        read = zip(tallies, plan.transfers, strict=True)
-        return [tally for tally, t in read if not t.entry.is_whole]
-
-    most = max(each["nbytes"] for each in summaries)
-    of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
-    together.exchange("verification", lambda: _verify(source, plan, tallies, of_all))
+        summaries = together.exchange("names to load", find)
+        _check_names(source, summaries, strict, together)
+        most = max(each["nbytes"] for each in summaries)
+        of_all = together.exchange(f"checksums read from {source.folder.name}", read, most)
+    _verify(source, of_all)
     extras = source.manifest.extras
     own = together.rank if len(extras) == len(together.ranks) else 0
     extra = decode(extras[own]) if extras else None
@@ -168,18 +172,12 @@ def _check_names(
         _logger.warning("%s", text)
 
 
-def _verify(
-    source: Source, plan: LoadPlan, tallies: Sequence[Tally], of_all: Sequence[Sequence[Tally]]
-) -> None:
-    """Compare the bytes that were read with the checksums. Not collective."""
+def _verify(source: Source, tallies: Iterable[Iterable[Tally]]) -> None:
+    """Compare the bytes that these ranks read together with the checksums. Not collective."""
     by_number = [
         (name, place) for tensors in source.tensors.values() for name, place in tensors.items()
     ]
-    sums = sum_tallies(of_all)
-    for tally, transfer in zip(tallies, plan.transfers, strict=True):
-        if transfer.entry.is_whole:  # Every rank reads all of it, and checks it on its own.
-            sums[tally.number, tally.replica] = (tally.nbytes, tally.crc)
-    for (number, _), (nbytes, crc) in sorted(sums.items()):
+    for (number, _), (nbytes, crc) in sorted(sum_tallies(tallies).items()):
         name, place = by_number[number % len(by_number)]
         where = f"{source.folder / place.file}: {name}"
         if nbytes != place.nbytes:

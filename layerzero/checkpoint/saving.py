@@ -43,7 +43,7 @@ from layerzero.checkpoint.format.inventory import (
     optimizer_parts,
 )
 from layerzero.checkpoint.format.manifest import FileRecord, Manifest
-from layerzero.checkpoint.transfer import Tally, Transfer, is_on_host, sum_tallies, write_ranges
+from layerzero.checkpoint.transfer import Tally, Transfer, WriteRanges, is_on_host, sum_tallies
 from layerzero.config import parse_nbytes
 from layerzero.errors import CheckpointError
 from layerzero.flat.host_memory import HostMemory
@@ -253,12 +253,14 @@ def _write_and_commit(
         if keep is not None:
             folders.prune(final.parent, keep, final)
 
+    def write() -> list[Tally]:
+        with WriteRanges(partial) as writing:
+            writing.start(plan.transfers)
+            return writing.finish()
+
     with held:
-        tallies = together.exchange(
-            f"checksums written to {partial.name}",
-            lambda: write_ranges(partial, plan.transfers),
-            plan.nbytes_moved,
-        )
+        what = f"checksums written to {partial.name}"
+        tallies = together.exchange(what, write, plan.nbytes_moved)
         together.from_first("commit", commit)
 
 

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -198,9 +198,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-File = TypeVar("File", FileReader, FileWriter)
-
-
 class Transfer(NamedTuple):
     """A shard and the tensor in a file that it is part of."""
 
@@ -247,70 +244,8 @@ _Batch = list[_Part]
 """Adjacent in the file."""
 
 
-def write_ranges(folder: Path, transfers: Sequence[Transfer]) -> list[Tally]:
-    """Write shards into existing files, and fsync them. Blocks.
-
-    The values of shards on a device must be there. Every thread copies them to the host a batch at
-    a time.
-
-    Raises:
-        OSError: a write failed.
-    """
-    tensors = [each.entry.tensor for each in transfers]
-    shards = [bytes_of(each) if is_on_host(each) else each.view(torch.uint8) for each in tensors]
-    devices = {each.device for each in shards if isinstance(each, torch.Tensor)}
-
-    def write(file: FileWriter, block: torch.Tensor, batch: _Batch) -> list[int]:
-        begin = end = batch[0].offset % PAGE_NBYTES
-        crcs = []
-        for part in batch:
-            data = shards[part.transfer][part.local : part.local + part.nbytes]
-            copy = block[end : end + part.nbytes]
-            end += part.nbytes
-            if isinstance(data, memoryview):
-                crcs.append(copy_crc32(bytes_of(copy), data))
-            else:
-                copy.copy_(data)  # Waits for it.
-                crcs.append(crc32(bytes_of(copy)))
-        file.write(bytes_of(block[begin:end]), batch[0].offset)
-        return crcs
-
-    return _move(folder, transfers, devices, FileWriter, write)
-
-
-def _block(devices: set[torch.device]) -> torch.Tensor:
-    """Memory of one thread for a batch with what is before it in its first page."""
-    nbytes = max(BATCH_NBYTES, PAGE_NBYTES)
-    for device in devices:
-        return HostMemory(pin_memory=True, device=device).lasting(nbytes, torch.uint8)
-    return pages(nbytes)
-
-
 def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def read_ranges(folder: Path, transfers: Sequence[Transfer]) -> list[Tally]:
-    """Read shards, which are on the host. Blocks.
-
-    Raises:
-        OSError: a read failed, or a file is too short.
-    """
-    shards = [bytes_of(each.entry.tensor) for each in transfers]
-
-    def read(file: FileReader, block: torch.Tensor, batch: _Batch) -> list[int]:
-        begin, end = _rounded(batch)
-        data = bytes_of(block[: end - begin])
-        file.read(data, begin, batch[-1].end - begin)
-        return [
-            copy_crc32(
-                shards[part.transfer][part.local : part.local + part.nbytes],
-                data[part.offset - begin : part.end - begin],
-            )
-            for part in batch
-        ]
-
-    return _move(folder, transfers, set(), FileReader, read)
 
 
 def _parts(transfer: Transfer, index: int) -> Iterator[_Part]:
@@ -352,48 +287,131 @@ def _rounded(parts: Sequence[_Part]) -> tuple[int, int]:
     return begin - begin % PAGE_NBYTES, end + -end % PAGE_NBYTES
 
 
-def _move(
-    folder: Path,
-    transfers: Sequence[Transfer],
-    devices: set[torch.device],
-    open_file: Callable[[Path], File],
-    move: Callable[[File, torch.Tensor, _Batch], list[int]],
-) -> list[Tally]:
-    """Move all batches in several threads; `move` returns the CRC of each part."""
-    by_file: dict[str, list[_Part]] = {}
-    for index, transfer in enumerate(transfers):
-        by_file.setdefault(transfer.place.file, []).extend(_parts(transfer, index))
-    crcs: list[int] = []
-    parts: list[_Part] = []
-    of_thread = threading.local()
+class _Ranges(contextlib.ExitStack[None]):
+    """Moves shards in several threads, from `start` on. Inside `with`; the end of that ends the
+    threads, too, and closes files."""
 
-    def run(file: File, batch: _Batch) -> list[int]:
-        if not hasattr(of_thread, "block"):
-            of_thread.block = _block(devices)
-        return move(file, of_thread.block, batch)
+    _open_file: Callable[[Path], FileReader | FileWriter]
+    _device: torch.device | None = None
+    """Where shards are, if not all are on the host."""
 
-    def finish(path: Path, file: File, found: Iterable[list[int]]) -> None:
-        with _naming(path):
-            crcs.extend(itertools.chain.from_iterable(found))
-            file.finish()
-        file.close()
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._transfers: list[Transfer] = []
+        self._shards: list[Any] = []
+        self._waiting: deque[tuple[Path, list[_Part]]] = deque()
+        """Files that no thread works on yet."""
+        self._begun: deque[tuple[Path, FileReader | FileWriter, Iterable[list[int]]]] = deque()
+        self._parts: list[_Part] = []
+        self._crcs: list[int] = []
+        self._of_thread = threading.local()
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer")
+        self._files = self.enter_context(contextlib.ExitStack())
+        self.callback(self._pool.shutdown, cancel_futures=True)  # Before files are closed.
 
-    # The disk works on the next batches, of the next file too, while one is copied and checksummed.
-    pool, begun = ThreadPoolExecutor(_NUM_THREADS, "layerzero-transfer"), list[Any]()
-    with contextlib.ExitStack() as files, contextlib.ExitStack() as threads:
-        threads.callback(pool.shutdown, cancel_futures=True)  # Before files are closed.
-        for name, own in by_file.items():
-            batches = [batch for region in _regions(own) for batch in _cut(region)]
-            with _naming(folder / name):
-                file = open_file(folder / name)
-            files.callback(file.close)
-            begun.append((folder / name, file, pool.map(functools.partial(run, file), batches)))
-            parts.extend(itertools.chain.from_iterable(batches))
-            if len(begun) > 1:
-                finish(*begun.pop(0))
-        for last in begun:
-            finish(*last)
-    return _tallies(transfers, parts, crcs)
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        """Begin to move these, which are in other files than those before. Does not block.
+
+        Raises:
+            OSError: a file cannot be opened.
+        """
+        by_file: dict[str, list[_Part]] = {}
+        for index, transfer in enumerate(transfers, len(self._transfers)):
+            by_file.setdefault(transfer.place.file, []).extend(_parts(transfer, index))
+            tensor = transfer.entry.tensor
+            on_host = is_on_host(tensor)
+            self._shards.append(bytes_of(tensor) if on_host else tensor.view(torch.uint8))
+            self._device = self._device if on_host else tensor.device
+        self._transfers += transfers
+        self._waiting += [(self._folder / name, parts) for name, parts in by_file.items()]
+        self._begin_next()
+
+    def finish(self) -> list[Tally]:
+        """Block until all is moved; return a tally for each transfer, in the order of `start`.
+
+        Raises:
+            OSError: a file cannot be opened, read or written, or is too short.
+        """
+        while self._begun:
+            path, file, crcs = self._begun.popleft()
+            with _naming(path):
+                self._crcs.extend(itertools.chain.from_iterable(crcs))
+                file.finish()
+            file.close()
+            self._begin_next()
+        return _tallies(self._transfers, self._parts, self._crcs)
+
+    def _begin_next(self) -> None:
+        # The disk works on the next batches, of the next file too, while one is copied and
+        # checksummed. Of a checkpoint of many files few are open at a time.
+        while self._waiting and len(self._begun) < 2:
+            path, parts = self._waiting.popleft()
+            batches = [batch for region in _regions(parts) for batch in _cut(region)]
+            with _naming(path):
+                file = self._open_file(path)
+            self._files.callback(file.close)
+            crcs = self._pool.map(self._run, itertools.repeat(file), batches)
+            self._begun.append((path, file, crcs))
+            self._parts.extend(itertools.chain.from_iterable(batches))
+
+    def _run(self, file: FileReader | FileWriter, batch: _Batch) -> list[int]:
+        if not hasattr(self._of_thread, "block"):
+            # For a batch with what is before it in its first page.
+            nbytes, device = max(BATCH_NBYTES, PAGE_NBYTES), self._device
+            self._of_thread.block = (
+                pages(nbytes)
+                if device is None
+                else HostMemory(pin_memory=True, device=device).lasting(nbytes, torch.uint8)
+            )
+        return self._move(file, self._of_thread.block, batch)
+
+    def _move(self, file: Any, block: torch.Tensor, batch: _Batch) -> list[int]:
+        """Returns the CRC of each part."""
+        raise NotImplementedError
+
+
+class ReadRanges(_Ranges):
+    """Reads shards, which are on the host."""
+
+    _open_file = FileReader
+
+    def _move(self, file: FileReader, block: torch.Tensor, batch: _Batch) -> list[int]:
+        begin, end = _rounded(batch)
+        data = bytes_of(block[: end - begin])
+        file.read(data, begin, batch[-1].end - begin)
+        return [
+            copy_crc32(
+                self._shards[part.transfer][part.local : part.local + part.nbytes],
+                data[part.offset - begin : part.end - begin],
+            )
+            for part in batch
+        ]
+
+
+class WriteRanges(_Ranges):
+    """Writes shards into existing files, and fsyncs them.
+
+    The values of shards on a device must be there. Every thread copies them to the host a batch at
+    a time.
+    """
+
+    _open_file = FileWriter
+
+    def _move(self, file: FileWriter, block: torch.Tensor, batch: _Batch) -> list[int]:
+        begin = end = batch[0].offset % PAGE_NBYTES
+        crcs = []
+        for part in batch:
+            data = self._shards[part.transfer][part.local : part.local + part.nbytes]
+            copy = block[end : end + part.nbytes]
+            end += part.nbytes
+            if isinstance(data, memoryview):
+                crcs.append(copy_crc32(bytes_of(copy), data))
+            else:
+                copy.copy_(data)  # Waits for it.
+                crcs.append(crc32(bytes_of(copy)))
+        file.write(bytes_of(block[begin:end]), batch[0].offset)
+        return crcs
 
 
 @contextlib.contextmanager

@@ -388,7 +388,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     train(model, optimizer)
     expected = everything(model, optimizer)
     gate = threading.Event()
-    with observed(saving, "write_ranges", lambda *_: gate.wait(30)):
+    with observed(transfer.WriteRanges, "finish", lambda *_: gate.wait(30)):
         handle = save(tmp_path, model, optimizer, step=1, blocking=False)
         assert not handle.done()
         assert not (tmp_path / "latest").exists()
@@ -402,7 +402,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with observed(saving, "write_ranges", fail):
+    with observed(transfer.WriteRanges, "finish", fail):
         handle = save(tmp_path, model, optimizer, step=2, blocking=False)
         with pytest.raises(CheckpointError, match=r"ranks 0, 1: .*No space left"):
             save(tmp_path, model, optimizer, step=3)  # the next call tells

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from layerzero import CollectiveError, ZeRO3
-from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, saving
+from layerzero.checkpoint import CheckpointError, get_model_state_dict, load, save, transfer
 from layerzero.checkpoint.format.folder import locked
 from layerzero.checkpoint.source import open_source
 from tests.harness.checks import assert_same_parameters
@@ -263,7 +263,7 @@ def test_a_second_run_is_refused_while_a_first_one_saves(tmp_path: Path) -> None
     (tmp_path / ".lock").write_text("process 1 on elsewhere")  # As a killed run left it.
     dist.barrier()
     go_on = threading.Event()
-    with observed(saving, "write_ranges", lambda *_: go_on.wait(20)):
+    with observed(transfer.WriteRanges, "finish", lambda *_: go_on.wait(20)):
         handle = save(tmp_path, model, step=8, blocking=False)
         with (
             pytest.raises(CheckpointError, match=f"{tmp_path}: process .* is saving here"),

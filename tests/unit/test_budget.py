@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_382,
+    "": 37_400,
     "flat": 2_227,
     "step": 3_603,
     "comm": 1_375,

@@ -23,12 +23,12 @@ from layerzero.checkpoint.transfer import (
     PAGE_NBYTES,
     FileReader,
     FileWriter,
+    ReadRanges,
     Tally,
     Transfer,
+    WriteRanges,
     bytes_of,
     pages,
-    read_ranges,
-    write_ranges,
 )
 from layerzero.state_dict.ranges import Extent
 from tests.harness.checks import assert_bitwise
@@ -221,12 +221,20 @@ def test_a_refusal_leads_to_ordinary_reads_and_writes_and_a_full_disk_to_an_erro
         _read(path, MIB)
 
 
+def _moved(kind: Any, root: Path, *transfers: Sequence[Transfer]) -> list[Tally]:
+    with kind(root) as moved:
+        for some in transfers:
+            moved.start(some)
+        tallies: list[Tally] = moved.finish()
+    return tallies
+
+
 def _read_again(root: Path, transfers: Sequence[Transfer]) -> tuple[list[Transfer], list[Tally]]:
     into = [
         each._replace(entry=replace(each.entry, tensor=torch.empty_like(each.entry.tensor)))
         for each in transfers
     ]
-    return into, read_ranges(root, into)
+    return into, _moved(ReadRanges, root, into[:2], into[2:])
 
 
 def test_shards_are_written_to_and_read_from_any_place_of_several_files(
@@ -253,7 +261,7 @@ def test_shards_are_written_to_and_read_from_any_place_of_several_files(
     contents = {n: bytearray(_file_of(tmp_path / n, 20 * MIB, generator)) for n in "abc"}
     generator.shuffle(transfers)
     with observed(FileWriter, "write", lambda _, view, __: batches.append(len(view))):
-        written = write_ranges(tmp_path, transfers)
+        written = _moved(WriteRanges, tmp_path, transfers)
     assert max(batches) <= most and len(batches) > 6, "regions in several batches"
     for transfer in transfers:
         tensor, begin = transfer.entry.tensor, transfer.place.begin + 4 * transfer.entry.start
@@ -275,9 +283,9 @@ def test_an_error_names_its_file_and_closes_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"b: the file now ends at byte 1000: it was truncated"):
         _read_again(tmp_path, transfers)
     (tmp_path / "c").unlink()
-    for move in (read_ranges, write_ranges):
+    for kind in (ReadRanges, WriteRanges):
         with pytest.raises(OSError, match=r"c: .*No such file"):
-            move(tmp_path, transfers[2:])
+            _moved(kind, tmp_path, transfers[2:])
     assert len(list(Path("/proc/self/fd").iterdir())) == open_files
 
 
