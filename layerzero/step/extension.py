@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from layerzero.comm import collectives
-from layerzero.flat.buffer import BufferEvents
 from layerzero.flat.placement import Placement
 
 E = TypeVar("E", bound="Extension")
@@ -45,9 +44,7 @@ class Extension:
     def compared(self) -> Mapping[str, Sequence[str]]:
         """Rows that must be the same on all ranks, by section of build/compare.py."""
 
-    def place(
-        self, placement: Placement, make: Callable[..., Placement], device: torch.device
-    ) -> Mapping[int, Placement]:
+    def place(self, placement: Placement, make: Any, device: Any) -> Mapping[int, Placement]:
         """The placement of each unit in `groups`, keyed as there. All ranks agree on the plan;
         nothing is built yet. Collective over the model's ranks. `placement` is the whole model's;
         `make` makes that of units with one of these groups."""
@@ -169,9 +166,8 @@ class Extensions:
 
         def __getattr__(self, event: str) -> _Events: ...
 
-    def __init__(
-        self, extensions: Iterable[Extension] = (), of_buffers: Sequence[BufferEvents] = ()
-    ) -> None:
+    def __init__(self, extensions: Iterable[Extension] = (), of_buffers: Any = ()) -> None:
+        """`of_buffers`: the `BufferEvents` of the model's flat parameters."""
         self._all, self._of_buffers = [*extensions], of_buffers
         self._bind()
 

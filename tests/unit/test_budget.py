@@ -20,9 +20,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "layerzero"
 
 LINES = {
-    "": 37_400,
+    "": 37_396,
     "flat": 2_227,
-    "step": 3_603,
+    "step": 3_599,
     "comm": 1_375,
     "watch": 865,
     "build": 1_729,
@@ -30,7 +30,7 @@ LINES = {
     "guards": 600,
 }
 """Lines of Python in the package and in its folders, the folders inside them included."""
-ENGINE = 10_856
+ENGINE = 10_852
 """Lines of the engine: the files of the top level, and the folders above except the guards."""
 TOUR = 16, 4_110
 """Files in README's tour of a training step, and their lines."""
