@@ -454,8 +454,11 @@ def test_safetensors_of_another_source_load(tmp_path: Path) -> None:
     save_file({name: plain[name] + 1 for name in names}, single)
     load(tmp_path / "single-0.safetensors", model)
     assert_bitwise(model.state_dict()[tied].local, model.state_dict()["blocks.0.up.weight"].local)
+    values, num_threads = get_model_state_dict(model, full=True), threading.active_count()
     with pytest.raises(CheckpointError, match="contains no optimizer state"):
         load(tmp_path / "foreign-0", model, optimizer)
+    assert threading.active_count() == num_threads, "the model was being read already"
+    assert_same_parameters(get_model_state_dict(model, full=True), values)
     load(tmp_path / "foreign-0", model, optimizer, strict=False)
     assert_same_parameters(get_model_state_dict(model, full=True), plain)
 
