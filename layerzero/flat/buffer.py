@@ -12,6 +12,9 @@ class BufferEvents:
 
     resized: tuple[Callable[[torch.UntypedStorage], object], ...] = ()
 
+    def bind(self, resized: tuple[Callable[[torch.UntypedStorage], object], ...]) -> None:
+        self.resized = resized
+
 
 class Buffer:
     """A tensor whose storage is resized between zero bytes and its full size."""
@@ -25,6 +28,10 @@ class Buffer:
         self.events = events
         self.storage = tensor.untyped_storage()
         self.nbytes = tensor.nbytes
+
+    def follow(self) -> None:
+        """The tensor lies in another storage."""
+        self.storage = self.tensor.untyped_storage()
 
     def allocate(self) -> None:
         self.storage.resize_(self.nbytes)

@@ -83,7 +83,6 @@ class FlatParam:
     gathered: torch.Tensor
     """The full buffer, with the version counter of collectives: gloo's thread increments it."""
     events: BufferEvents
-    """Called by its buffers."""
     buffer: Buffer
     """Allocates and frees the full buffer."""
     compute_buffer: Buffer
@@ -264,7 +263,7 @@ class FlatParam:
         """Have the full buffer and its views, which stay the same objects, lie in `memory`."""
         self.full.data = memory
         self.gathered = self.full.data
-        self.buffer.storage = memory.untyped_storage()
+        self.buffer.follow()
         for index, unsharded in enumerate(self.unsharded_params):
             unsharded.data = self.view_of(self.full.data, index)
 

@@ -167,7 +167,6 @@ class Extensions:
         def __getattr__(self, event: str) -> _Events: ...
 
     def __init__(self, extensions: Iterable[Extension] = (), of_buffers: Any = ()) -> None:
-        """`of_buffers`: the `BufferEvents` of the model's flat parameters."""
         self._all, self._of_buffers = [*extensions], of_buffers
         self._bind()
 
@@ -190,5 +189,5 @@ class Extensions:
                     methods += (getattr(each, event),)
             setattr(self, event, methods)
         for events in self._of_buffers:
-            events.resized = self.resized
+            events.bind(self.resized)
         self.transport = next((e for e in self._all if isinstance(e, Transport)), Transport())

@@ -120,7 +120,7 @@ def _traces(model: ZeRO3) -> list[object]:
     return [
         method.__qualname__
         for name, of in vars(root.extensions).items()
-        if name not in ("_all", "transport")
+        if name not in ("_all", "_of_buffers", "transport")
         for method in of
     ]
 
